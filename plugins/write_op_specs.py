@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the OpSpecs of all ops as a C++ source, which CMake calls: C++ and Python have one source of names and shapes.
+"""Writes the OpSpecs of all ops as a C++ source; CMake runs it. C++ and Python thus share one source of names and shapes.
 
     python write_op_specs.py OUTPUT [FOLDER ...]
 
-FOLDER: of an op of another tree, whose spec.py has an OpSpec with `home`. Needs Python 3.11 alone.
+FOLDER: folder of another project's op, whose spec.py has an OpSpec with `home`. Needs only Python 3.11.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def operation(spec: OpSpec) -> list[str]:
 
 
 def source(specs: list[OpSpec]) -> str:
-    """A source that defines `still::op_specs`."""
+    """C++ source that defines `still::op_specs`."""
     lines = [line for spec in specs for line in operation(spec)]
     head = [
         '#include "core/op_spec.h"',
@@ -68,7 +68,7 @@ def source(specs: list[OpSpec]) -> str:
 
 
 def spec_of(folder: Path) -> OpSpec:
-    """The op of a folder of another tree."""
+    """The op in a folder of another project."""
     found = importlib.util.spec_from_file_location(folder.name, folder / "spec.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -1,4 +1,4 @@
-"""What passes need of a graph and leave behind, as checks: each gives what is wrong, or nothing."""
+"""Conditions before and after passes. Each check returns a description of the fault, or ""."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABSENT_INPUTS = "absent_inputs"
 
 
 def whole(model: ir.Model) -> str:
-    """Every value that is read or given is an input, a weight, or made before."""
+    """Every value that is read is an input, a weight, or the result of an earlier node."""
     return _unmade(model.graph, frozenset())
 
 
@@ -53,13 +53,13 @@ def bodies(model: ir.Model) -> str:
 
 
 def imported(model: ir.Model) -> str:
-    """Every node's domain is imported, which those that a step wrote may not be."""
+    """The model imports the domain of every node."""
     strange = {n.domain for n in model.graph.all_nodes()} - set(model.opset_imports)
     return f"nodes of the domains {', '.join(sorted(strange))}, which it does not import" if strange else ""
 
 
 def plugin_nodes(model: ir.Model) -> str:
-    """Every still node says what a plugin's creator needs."""
+    """Every still node has the attributes that a plugin's creator needs."""
     needed = {"plugin_namespace", "plugin_version", ABSENT_INPUTS}
     bare = [
         str(n.name)
@@ -96,7 +96,7 @@ def without(*ops: str) -> Condition:
 
 
 def only_ops(contrib: Collection[str]) -> Condition:
-    """Every node is a standard one, one of com.microsoft's ops `contrib`, or has a function of such nodes."""
+    """Every node is a standard op, one of the com.microsoft ops in `contrib`, or calls a function of such nodes."""
 
     def check(model: ir.Model) -> str:
         parts: tuple[ir.Graph | ir.Function, ...] = (model.graph, *model.functions.values())

@@ -1,4 +1,4 @@
-"""Errors a user can cause, shared by all packages; each says what is wrong, why, and what to do."""
+"""Errors that a user can cause, shared by all packages. Each message has the fault, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class StillExportError(Exception):
-    """Base of every error that the user, not a bug, causes. The command line turns it into exit code 2."""
+    """Base of all errors caused by the user rather than by a bug. The command line exits with code 2."""
 
 
 class ConfigError(StillExportError, ValueError):
@@ -14,7 +14,7 @@ class ConfigError(StillExportError, ValueError):
 
 
 class ShapeError(StillExportError, ValueError):
-    """A tensor has a shape or dtype that the op does not take."""
+    """A tensor has a shape or dtype that the op does not support."""
 
 
 class CapacityError(StillExportError, ValueError):
@@ -26,9 +26,10 @@ class UnsupportedError(StillExportError):
 
 
 def unknown(name: object, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a name that is none of `known`: it lists them, and the nearest one.
+    """The error for a name that is not in `known`. It lists the known names and the nearest one.
 
-    where: Subject of the sentence, which shows the name: "--cpu zen9".
+    Args:
+        where: Subject of the sentence, including the name: "--cpu zen9".
     """
     import difflib
 

@@ -1,4 +1,4 @@
-"""onnx_ir, imported when a step first edits a graph: programs that only run packages read the targets' records, too, and go without it."""
+"""onnx_ir, imported on first use. Programs that only run packages import the targets and do not need it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Patterns of a graph and what stands in their place: one matcher for all fusions.
+"""Patterns of graph nodes and their replacements: one matcher for all fusions.
 
-A pattern is written as the expression that it finds, from what goes in to what comes out. Each of its objects stands for one value or node:
+A pattern is the expression that it finds, from inputs to outputs. Each of its objects stands for one value or node:
 
     X = Val()
     SPLIT = Op("Split", X, ..., outputs=2)
@@ -22,25 +22,25 @@ from still_graphs.ops import DOMAIN, OPS
 from still_graphs.pipelines import Pass
 
 COMMUTES = ("Add", "Mul")
-"""Ops whose two inputs are found in either order."""
+"""Ops whose two inputs match in either order."""
 
 
 class Val:
-    """Any value, the same wherever this object stands; `check` must hold for it."""
+    """Any value, the same at every use of this object; `check` must accept it."""
 
     def __init__(self, check: Callable[[ir.Value], bool] = lambda value: True) -> None:
         self.check = check
 
 
 class Op:
-    """A node and, as an input of another, its first result; `pattern[i]` is another of its results.
+    """A node and, as an input of another Op, its first result. `pattern[i]` is another result.
 
     Args:
-        op: Its type, or the types that it may have.
-        inputs: Patterns of all its inputs, None: one that is absent; with `...` in the end of the first ones.
-        outputs: How many results it has, None: any number.
-        kept: It stays, for it has other readers; what nobody reads after all goes.
-        check: Must hold for it.
+        op: Its type, or its possible types.
+        inputs: Patterns of all inputs, None for an absent one; of the first ones only if `...` comes last.
+        outputs: Number of results; None: any.
+        kept: The node stays, because others read it. It is removed if nothing reads it.
+        check: Must accept the node.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Op:
         return Result(self, index)
 
     def takes(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> bool:
-        """Whether `node` may be it, whatever its inputs are."""
+        """Whether `node` matches, except for its inputs."""
         fits = node.op_type in self.ops and node.domain == self.domain and self.outputs in (None, len(node.outputs))
         many = len(inputs) >= len(self.inputs) if self.more else len(inputs) == len(self.inputs)
         return fits and many and self.check(node)
 
 
 class Result(NamedTuple):
-    """The result `place` of a node."""
+    """Result `place` of a node."""
 
     of: Op
     place: int
 
 
 class Either(NamedTuple):
-    """The first of two patterns that fits."""
+    """The first of two patterns that matches."""
 
     first: Pattern
     second: Pattern
@@ -83,11 +83,11 @@ class Either(NamedTuple):
 
 Pattern = Val | Op | Result | Either | None
 Found = Mapping[Val | Op, Any]
-"""Values and nodes by the objects that stand for them."""
+"""Values and nodes by their patterns."""
 
 
 class Match:
-    """What a pattern stands for; gets the nodes that come in its place."""
+    """Values and nodes of one match; receives the nodes that replace them."""
 
     def __init__(self, found: Found, results: Sequence[Op | Result]) -> None:
         self.found, self.new = found, list[ir.Node]()
@@ -95,11 +95,11 @@ class Match:
         self.gone = {node for pattern, node in found.items() if isinstance(pattern, Op) and not pattern.kept}
 
     def __contains__(self, pattern: Val | Op) -> bool:
-        """Whether an alternative that has `pattern` was found."""
+        """Whether the match has `pattern`, if that is in an alternative."""
         return pattern in self.found
 
     def value(self, pattern: Val | Op | Result) -> ir.Value:
-        """The value of a pattern, of an Op its first result."""
+        """The value of a pattern; of an Op, its first result."""
         if isinstance(pattern, Val):
             return cast("ir.Value", self.found[pattern])
         of, index = _result(pattern)
@@ -118,12 +118,12 @@ class Match:
         domain: str = "",
         outputs: int = 1,
     ) -> Sequence[ir.Value]:
-        """A node that comes in the place of the pattern; its results."""
+        """Add a node to the replacement and return its results."""
         self.new.append(ir.node(op, inputs, attributes or {}, domain=domain, name=name, num_outputs=outputs))
         return self.new[-1].outputs
 
     def closed(self) -> bool:
-        """Whether only the pattern reads what it computes, but for its results."""
+        """Whether nothing outside of the pattern reads its inner values."""
         inside = [value for node in self.gone for value in node.outputs if value not in self.results]
         readers = {use.node for value in inside for use in value.uses()}
         return readers <= self.gone and not any(value.is_graph_output() for value in inside)
@@ -131,14 +131,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A pattern and what comes in its place.
+    """A pattern and its replacement.
 
     Args:
-        results: What others may read of the pattern, from which it is found backwards; the first is looked for in the order of the graph.
-        replace: Adds nodes to the match; gives for each result the value that has its name and readers from then on.
-        where: What must hold for the whole.
-        at: The node in whose place the new ones come; None: that of the first result.
-        alone: Nothing else reads what is computed inside; else that stays for those who do.
+        results: Outputs of the pattern. Matching goes backwards from them; the first is searched in graph order.
+        replace: Adds nodes to the match and returns a value for each result, which gets its name and readers.
+        where: Must accept the whole match.
+        at: New nodes replace this node; None: the node of the first result.
+        alone: Match only if nothing else reads inner values; otherwise such values stay for their readers.
     """
 
     results: tuple[Op | Result, ...]
@@ -148,12 +148,12 @@ class Fusion:
     alone: bool = True
 
     def match(self, graph: ir.Graph, root: ir.Node) -> Match | None:
-        """The pattern whose first result `root` makes, if it is there and may be fused."""
+        """The match whose first result comes from `root`; None if there is none or it must not be fused."""
         matches = (Match(found, self.results) for found in _found(graph, self.results, root, {}))
         return next((match for match in matches if (not self.alone or match.closed()) and self.where(match)), None)
 
     def apply(self, graph: ir.Graph, match: Match) -> None:
-        """Put the new nodes in the place of the pattern's."""
+        """Replace the nodes of the pattern by the new ones."""
         new = self.replace(match)
         graph.insert_before(match.node(self.at or _result(self.results[0]).of), match.new)
         for old, value in zip(match.results, new, strict=True):
@@ -165,7 +165,7 @@ class Fusion:
 
 
 def fuse(model: ir.Model, *fusions: Fusion) -> int:
-    """Replace what the patterns find in the main graph, in place, one fusion after the other; how many were found."""
+    """Replace matches in the main graph, in place, one fusion after the other, and return their number."""
     graph, count = model.graph, 0
     for fusion in fusions:
         for root in list(graph):
@@ -174,13 +174,13 @@ def fuse(model: ir.Model, *fusions: Fusion) -> int:
                 fusion.apply(graph, match)
                 count += 1
     if count:
-        graph.sort()  # a result may have had readers before what else its pattern reads
+        graph.sort()  # a result may have readers before other inputs of its pattern
         drop_unused(graph)
     return count
 
 
 def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
-    """The condition that nothing is left of what the patterns find."""
+    """The condition that no match of the patterns is left."""
 
     def check(model: ir.Model) -> str:
         left = next((node for node in model.graph for fusion in fusions if fusion.match(model.graph, node)), None)
@@ -190,7 +190,7 @@ def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
 
 
 def fusing(name: str, reason: str, *fusions: Fusion) -> Pass:
-    """The pass `name`, which is `fuse` with these, of a pipeline; results keep their names."""
+    """A pipeline's pass `name`, which runs `fuse`; results keep their names."""
 
     def run(model: ir.Model) -> int:
         return fuse(model, *fusions)
@@ -204,7 +204,7 @@ def _result(pattern: Op | Result) -> Result:
 
 
 def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found: Found) -> Iterator[Found]:
-    """What fits `root` as the maker of the first result, and any nodes as those of the others."""
+    """Matches with `root` as the node of the first result, and any nodes for the others."""
     for bound in _node(_result(results[0]).of, root, found):
         rest = [result for result in results[1:] if _result(result).of not in bound]
         nodes = [node for node in graph if node.op_type in _result(rest[0]).of.ops] if rest else []
@@ -212,7 +212,7 @@ def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found
 
 
 def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
-    """The ways in which `node` fits."""
+    """Ways in which `node` matches."""
     inputs = list(node.inputs)
     while inputs and inputs[-1] is None:
         inputs.pop()

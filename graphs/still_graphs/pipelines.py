@@ -1,6 +1,6 @@
-"""Ordered passes that bring a graph to a target: each says what it requires and what it ensures, and both are checked.
+"""Ordered passes of each target. Every pass states its requirements and effects, and both are checked.
 
-Passes of one op stand in its folder's fuse.py: `PASSES` by host, and `AFTER`, the folders of ops whose passes come before.
+Passes of one op are in its folder's fuse.py: `PASSES` by host, and `AFTER`, the folders of ops whose passes come earlier.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 PLUGINS, CUDA, CPU = "plugins", "cuda", "cpu"
-"""Hosts that passes of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
+"""Hosts of ops' passes: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and ONNX Runtime on CPUs with this project's kernels."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over a graph: `run` edits it in place and counts its changes; `reason` says why the target needs it.
+    """One pass over a graph.
 
-    `requires` and `ensures` hold before and after it (still_graphs.conditions) and give what is wrong, or nothing; None: nothing beyond
-    what all graphs have, which is to be `whole`. `only`: traits of the model or its deployment without which the pass is left out.
+    Args:
+        run: Edits the graph in place and counts its changes.
+        reason: Why the target needs it.
+        requires, ensures: Conditions before and after it (still_graphs.conditions), which return a fault or "". None: only `whole`, which
+            all graphs satisfy.
+        only: Traits of the model or its deployment; the pass is left out without them.
     """
 
     run: Callable[[ir.Model], int]
@@ -43,7 +47,7 @@ class Pass:
 
 
 def passes_of_ops(host: str) -> tuple[Pass, ...]:
-    """The passes of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
+    """Passes of all ops' folders for a host, in the order of `AFTER`, then of folder names."""
     places = {spec.torch_name: f"{spec.package}.fuse" for spec in OPS.values()}
     found = {op: import_module(place) for op, place in places.items() if find_spec(place)}
     before = {op: [other for other in getattr(fuse, "AFTER", ()) if other in found] for op, fuse in found.items()}
@@ -52,7 +56,7 @@ def passes_of_ops(host: str) -> tuple[Pass, ...]:
 
 
 Dump = Callable[[str, "ir.Model"], None]
-"""Called with the name of each pass and the graph after it."""
+"""Called after each pass with its name and the graph."""
 
 
 def run_passes(
@@ -61,10 +65,10 @@ def run_passes(
     """Run `passes` over `model`, in place.
 
     Returns:
-        Changes by pass.
+        Number of changes by pass.
 
     Raises:
-        UnsupportedError: A pass cannot take the graph; the message names it.
+        UnsupportedError: The graph does not satisfy a pass; the message names it.
     """
     counts = {}
     for each in passes:
@@ -83,7 +87,7 @@ def run_passes(
 
 
 def _demand(condition: Callable[[ir.Model], str] | None, model: ir.Model, when: str) -> None:
-    """Raise UnsupportedError where the graph is not what a pass needs or promises."""
+    """Raise UnsupportedError if the graph violates a condition of a pass."""
     wrong = condition(model) if condition is not None else ""
     if wrong:
         raise UnsupportedError(f"{when} the graph has {wrong}. Write the graph after each pass with --dump-dir.")

@@ -1,7 +1,7 @@
-"""How many rows a state has after how many tokens, and what that means in shapes and bytes. Stdlib only.
+"""Rows of a state after a number of tokens, and the resulting shapes and sizes. Stdlib only.
 
-The one place in Python that computes with a growth rule (`still_graphs.spec.Growth.resolve`); exports copy this file into packages.
-C++ does it in plugins/runner/states.cpp.
+The only Python code that evaluates a growth rule (`still_graphs.spec.Growth.resolve`). Exports copy this file into packages.
+plugins/runner/states.cpp is its C++ counterpart.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 """Bytes of one element by dtype name."""
 NEXT_TOKEN = "next_token"
-"""Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
+"""Output with the likeliest token for each row of logits, int32."""
 
 LAST_HIDDEN = "last_hidden"
-"""Output of graphs for heads that guess tokens ahead: what is behind the last norm, float32."""
+"""Output for MTP heads: hidden states after the last norm, float32."""
 AHEAD = "mtp_"
-"""Begin of the names of all that a head has: its inputs, outputs and states."""
+"""Prefix of all inputs, outputs and states of an MTP head."""
 EMBEDDINGS, POSITIONS = GIVEN = ("inputs_embeds", "position_ids")
-"""Inputs, with defaults, of the graphs of models that see images. Embeddings [B, T, C] stand where a token's id is -1; positions int64
-[3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated."""
+"""Inputs with defaults, in graphs of vision models. Embeddings [B, T, C] replace tokens with id -1. Positions are int64 [3, B, T] (time,
+height, width); -1: count tokens. Dimensions of 1 are repeated."""
 
 ANY = 1 << 62
 """More tokens than any call has."""
 
 REPLAY = "replay_"
-"""Begin of the names of outputs that graphs give for speculation: what their ops computed states from."""
+"""Prefix of outputs for speculation: inputs of the ops that compute states."""
 
 
 def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> int:
-    """Rows that a state has after `tokens` tokens, by its resolved growth rule.
+    """Rows of a state after `tokens` tokens, by its resolved growth rule.
 
     Args:
-        rule: rows, per, lag, and `fixed`: the state has the rows of the whole capacity from the first token on.
+        rule: rows, per, lag, and `fixed`: the state always has the rows of the full capacity.
         tokens: Tokens of the longest row of the batch.
-        capacity_tokens: What the state is meant to hold.
+        capacity_tokens: Tokens that the state is sized for.
     """
     counted = capacity_tokens if rule["fixed"] else tokens
     return int(rule["rows"]) * max(0, -(-counted // int(rule["per"])) - int(rule["lag"]))
@@ -45,15 +45,15 @@ def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> in
 
 @dataclass(frozen=True)
 class State:
-    """One state of one layer, as the manifest's state table has it.
+    """One state of one layer, as in the manifest's state table.
 
     Args:
         name: `<state>.<layer>`; the graph has `past_<name>` and `present_<name>`.
-        op: That has it; empty: the runner alone has, between calls.
-        shape: "batch" first; the name of a growing dimension where the growth rule's axis is; numbers elsewhere.
-        dtype: Element type by name.
-        in_place: Past and present may be one buffer.
-        growth: Resolved growth rule, None where the size is fixed.
+        op: The op that has it; empty: a state of the runner, between calls.
+        shape: "batch" first; the name of the growing dimension on the growth rule's axis; numbers elsewhere.
+        dtype: Name of the element type.
+        in_place: Past and present may share a buffer.
+        growth: Resolved growth rule; None: its size is fixed.
     """
 
     name: str
@@ -76,22 +76,22 @@ class State:
 
     @property
     def positions(self) -> bool:
-        """It has a row for each position, which is written again where another token takes it."""
+        """Whether it has a row for each position, which the next token at that position overwrites."""
         return self.growth is not None and (self.growth["rows"], self.growth["per"], self.growth["lag"]) == (1, 1, 0)
 
     @property
     def late(self) -> bool:
-        """It gets the rows of a chunk when a later one begins."""
+        """Whether it gets the rows of a chunk when a later chunk begins."""
         return self.growth is not None and bool(self.growth["lag"])
 
     @property
     def apart(self) -> bool:
-        """Tokens that are read and then do not hold leave something in it that is read later."""
+        """Whether rejected tokens leave something in it that is read later."""
         return not self.positions and not (self.late and self.growth is not None and not self.growth["fixed"])
 
     @property
     def ring(self) -> bool:
-        """Its axis 2 holds two chunks, of which the one that begins takes the rows of the one that left."""
+        """Whether its axis 2 holds two chunks, where a new chunk overwrites the rows of the older one."""
         return self.name.startswith("window_")
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class State:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> State:
-        """The state that a manifest's entry describes; KeyError, TypeError where it has no such form."""
+        """The state of a manifest's entry; KeyError or TypeError if malformed."""
         return cls(**{**entry, "shape": tuple(entry["shape"])})
 
 
@@ -109,11 +109,11 @@ class StateTable:
 
     Args:
         states: In the graph's order.
-        capacity_tokens: What the package is meant to hold.
-        bounded: More tokens than that are refused; otherwise states fold or grow beyond it.
+        capacity_tokens: Tokens that the package is sized for.
+        bounded: More tokens are an error; otherwise states fold or grow further.
 
     Raises:
-        ValueError: Two states grow by different rules under one name.
+        ValueError: Two states with one dimension name grow by different rules.
     """
 
     def __init__(self, states: Iterable[State], capacity_tokens: int, bounded: bool) -> None:
@@ -145,11 +145,12 @@ class StateTable:
 
     @property
     def period(self) -> int:
-        """Tokens after which a state grows: the longest of all rules; calls that cross its multiples are the interesting ones."""
+        """Longest period of all growth rules, in tokens. Calls that cross its multiples are the interesting ones."""
         return max((int(rule["per"]) for rule in self.growths.values()), default=1)
 
     def unread(self, state: State, tokens: int) -> tuple[int, slice]:
-        """Axis and rows of a state that nothing reads after `tokens` tokens: those behind them, also of the chunk that begins in a ring."""
+        """Axis and rows of a state that nothing reads after `tokens` tokens: the rows after them and, in a ring, the rest of the current
+        chunk."""
         if state.growth is not None and not state.growth["fixed"]:
             return int(state.growth["axis"]), slice(rows_after(state.growth, tokens, self.capacity_tokens), None)
         if not state.ring:
@@ -160,10 +161,10 @@ class StateTable:
 
     @property
     def settled(self) -> int:
-        """Tokens of the chunks within which states after some of a call's tokens are those after all of them, but for rows that nothing
-        reads; 1: a state changes with every token.
+        """Length of a block, in tokens, within which states after a part of a call equal the states after all of it, except for unread
+        rows. 1: a state changes with every token.
 
-        Such are rows of positions, and all states of an op that takes a chunk into its state when it leaves a window (`State.late`).
+        Rows by position qualify, and all states of an op that folds a chunk into its state when the chunk leaves a window (`State.late`).
         """
         ops: dict[tuple[int, str], list[State]] = {}
         for state in self.states:
@@ -177,11 +178,11 @@ class StateTable:
         return min(chunks, default=ANY)
 
     def shapes(self, batch: int, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Shape of every state for `batch` rows of the batch and the given sizes of growing dimensions."""
+        """Shape of every state for `batch` rows and these sizes of growing dimensions."""
         sizes = {"batch": batch, **rows}
         return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.states}
 
     def size_bytes(self, batch: int, rows: Mapping[str, int]) -> int:
-        """Bytes of all states together."""
+        """Total bytes of all states."""
         shapes = self.shapes(batch, rows)
         return sum(math.prod(shapes[s.name]) * ITEM_BYTES[s.dtype] for s in self.states)

@@ -1,1 +1,1 @@
-"""How the ops are computed: reference, Triton kernels, ahead-of-time archive."""
+"""Implementations of the ops: definitions in PyTorch, Triton kernels, ahead-of-time archive."""

@@ -1,4 +1,4 @@
-"""Rows of a state in 8 bits: `still_graphs.spec.CACHE` says what they are. In PyTorch."""
+"""8-bit rows of a state in PyTorch, by the rule of `still_graphs.spec.CACHE`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 STEPS = 127
-"""Codes are -STEPS .. STEPS."""
+"""Codes are in -STEPS .. STEPS."""
 LEAST = 1e-30
-"""In the place of a magnitude of 0: its part of STEPS is still a number of full precision."""
+"""Replaces a magnitude of 0; divided by STEPS it is still a normal number."""
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,21 +20,19 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows [..., D] that such words and scales hold."""
-    if (
-        words.stride(-1) != 1
-    ):  # of a part of a state, or where a row is one word; a view of bytes wants them side by side
+    """Rows [..., D] of words and scales."""
+    if words.stride(-1) != 1:  # a view of bytes needs contiguous words
         words = words.clone(memory_format=torch.contiguous_format)
     return (words.view(torch.int8) * scale[..., None].float()).to(dtype)
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Rows [..., D] as they are read after they were written, in their own type; traced as standard ops."""
+    """Rows [..., D] after quantization and dequantization, in their own type. Traces as standard ops."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1, keepdim=True).clamp_min(LEAST))
     return (torch.round(wide / scale) * scale).to(rows.dtype)
 
 
 def _parts(largest: Tensor) -> Tensor:
-    # By a tensor: by a number CUDA multiplies with the reciprocal, which is not the rule.
+    # CUDA would multiply by the reciprocal of a Python number, which violates the rule; hence a tensor.
     return largest / torch.full_like(largest, STEPS)

@@ -1,4 +1,4 @@
-"""Whether ops run by their kernels: on a GPU they do, but for who asks for what is right."""
+"""Choice between kernels and PyTorch implementations of ops. On a GPU the default is kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _asked = 0
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether ops on this device run by kernels; else by their forms in PyTorch."""
+    """Whether ops on this device use kernels rather than PyTorch."""
     return device.type != "cpu" and not _asked
 
 
 @contextmanager
 def pytorch_forms() -> Iterator[None]:
-    """With the forms in PyTorch on every device."""
+    """Context in which every device uses the PyTorch implementations."""
     global _asked
     _asked += 1
     try:

@@ -1,4 +1,4 @@
-"""Runs launch plans with Triton: lays the arguments out once per kind of call, then fills in pointers and launches.
+"""Runs launch plans with Triton: prepares the arguments once per kind of call, then fills in pointers and launches.
 
 The C++ core (plugins/core) runs the same plans from cubins. Nothing is read back from the device.
 """
@@ -19,14 +19,14 @@ from still_kernels.op_kernels import OpKernels
 from still_kernels.plan import Call, Launches
 from still_kernels.tile import KernelTile, TileTable
 
-_compiled: dict[tuple[Any, ...], Any] = {}  # kernels that ran before, by name, function, variant and kinds of pointers
+_compiled: dict[tuple[Any, ...], Any] = {}  # compiled kernels by name, function, variant and kinds of pointers
 
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """One launch: `values` in the kernel's order, with None where `pointers` (position, name of the tensor) go.
+    """One launch: `values` in the kernel's order, None at `pointers` (position, name of the tensor).
 
-    descriptors: Position, name of the tensor, rows and columns as which it is seen.
+    descriptors: Position, name of the tensor, and its rows and columns.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Prepared:
     """The launches of one kind of call.
 
     Args:
-        variant: What the calls' compile-time values follow from. It and the pointers find a kernel that ran before; Triton, which
-            looks at types and values of all arguments, took 30 us a launch. None leaves the search to Triton.
+        variant: Key of the calls' compile-time values. Together with the kinds of pointers it finds a compiled kernel quickly; Triton's own
+            search over all arguments took 30 us per launch. None leaves the search to Triton.
     """
 
     launches: tuple[PreparedLaunch, ...]
@@ -61,11 +61,11 @@ def prepare(
     constants: Mapping[str, Any],
     variant: object | None = None,
 ) -> Prepared:
-    """Lay out the arguments of an evaluated plan.
+    """Prepare the arguments of an evaluated plan.
 
     Args:
-        functions, tiles, constants: As in `op_kernels`; a kernel's value is its own constant, else the step's, else the plan's, else
-            one of `constants`.
+        functions, tiles, constants: As in `op_kernels`. An argument comes from the tile's constants, else the step, else the plan, else
+            `constants`.
         variant: As in `Prepared`.
     """
     made = []
@@ -87,11 +87,11 @@ def prepare(
 
 
 def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | None = None, **own: Any) -> Prepared:
-    """The launches of a call, of which the constants of the plan are not yet known.
+    """The launches of a call whose plan constants are not known yet.
 
     Args:
         table: Block sizes; None: those of the architecture, whose kernels are then found without a comparison.
-        own: Compile-time values of this call in the place of the variant's.
+        own: Compile-time values of this call that replace the variant's.
 
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
@@ -107,11 +107,11 @@ def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | N
 
 
 def kept(kernels: OpKernels) -> Callable[..., Prepared]:
-    """What lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`: with the block sizes of the device (a table of None)
-    they are kept, for a layer is called once per token.
+    """Returns a function that prepares an op's launches, `prepared(device, table, dtype, sizes, ...)`. Those with the device's block sizes
+    (table None) are cached, since a layer is called once per token.
 
-    Sizes, attributes and compile-time values of the call's own are pairs of name and value; `present` and `packed` (tokens of all
-    sequences, rows of the state); see `Call`.
+    Sizes, attributes and own compile-time values are (name, value) pairs. See `Call` for `present` and `packed` (tokens of all sequences,
+    rows of the state).
     """
 
     def prepare(
@@ -129,7 +129,7 @@ def kept(kernels: OpKernels) -> Callable[..., Prepared]:
             dict(sizes),
             dict(attributes),
             dtype=str(dtype).removeprefix("torch."),
-            count_dtype="int64",  # Triton looks at the counts itself
+            count_dtype="int64",  # Triton reads the counts' types itself
             present=frozenset(present),
             tokens=tokens,
             rows=rows,
@@ -141,13 +141,13 @@ def kept(kernels: OpKernels) -> Callable[..., Prepared]:
 
 
 def check_device(tensor: Tensor) -> None:
-    """Raise UnsupportedError where kernels do not run."""
+    """Raise UnsupportedError if kernels cannot run on the tensor's device."""
     if tensor.device.type != "cuda":
         raise UnsupportedError(f"device {tensor.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
 
 
 def written(state: Tensor, in_place: bool) -> Tensor:
-    """What kernels write: a state, or a copy of it. ShapeError: A state that is not contiguous cannot be written in place."""
+    """The tensor that kernels write: the state or a copy. ShapeError if a state to be written in place is not contiguous."""
     if in_place and not state.is_contiguous():
         raise ShapeError("the state is not contiguous, and the kernels write it in place.")
     return state if in_place else state.clone(memory_format=torch.contiguous_format)
@@ -155,18 +155,18 @@ def written(state: Tensor, in_place: bool) -> Tensor:
 
 @cache
 def variant_of(*what: Any) -> object:
-    """One object for equal arguments, which then need no comparison at each launch."""
+    """One object for equal arguments, so that launches compare identities."""
     return object()
 
 
 class Launcher:
-    """Runs prepared launches. Tools put a subclass in its place, to see each launch."""
+    """Runs prepared launches. Tools replace it by a subclass to observe each launch."""
 
     def run(self, prepared: Prepared, tensors: Mapping[str, Tensor | None], like: Tensor) -> None:
         """Allocate the workspace and launch.
 
         Args:
-            tensors: By the kernels' names without p_; what is missing is null. Buffers of the workspace among them are the caller's.
+            tensors: By the kernels' names without p_; missing ones are null. Workspace buffers among them belong to the caller.
             like: A tensor on the device.
         """
         if not prepared.launches:
@@ -191,7 +191,7 @@ class Launcher:
                 self.launch(launch, found, prepared.variant)
 
     def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> Any:
-        """Launch one kernel; `values` of all its arguments in order. Returns it as compiled, None where Triton does not tell."""
+        """Launch one kernel with all its arguments in order. Returns the compiled kernel; None if Triton does not report it."""
         key = None
         if variant is not None:
             kinds = [x if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16) for i, _ in launch.pointers]
@@ -200,7 +200,7 @@ class Launcher:
                 launch.function,
                 variant,
                 *kinds,
-            )  # a function of two names is compiled with the constants of each
+            )  # a function with two names is compiled with the constants of each
             if key in _compiled:
                 self.start(launch.name, partial(_compiled[key][launch.grid], *values))
                 return _compiled[key]
@@ -211,20 +211,20 @@ class Launcher:
         return compiled
 
     def start(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
+        """Run one launch and return the compiled kernel if Triton reports it. `tune` also records the launch."""
         return run()
 
 
 class Bound:
-    """A prepared call most of whose tensors stay where they are: a decode step of a layer with a state of its own.
+    """A prepared call with mostly fixed tensors: a decode step of a layer with its own state.
 
-    Addresses are laid out once; a call fills in those that are its own. The first call of a kind of pointers goes by `Launcher`.
+    Addresses are laid out once; a call fills in its own. The first call for each kind of pointers uses `Launcher`.
 
     Args:
-        prepared: With a variant; its kernels take no descriptors.
-        dtype: Of the activations that the fixed tensors go with.
-        fixed: By the kernels' names without p_; kept alive.
-        names: Of the tensors that each call brings, its output first.
+        prepared: With a variant; its kernels have no descriptors.
+        dtype: Type of the activations.
+        fixed: Tensors by the kernels' names without p_; kept alive.
+        names: Names of each call's tensors, its output first.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Bound:
             self.count += size
 
     def run(self, output: Tensor, *inputs: Tensor) -> None:
-        """Launch on contiguous copies of `inputs`, in the order of `names`, of which the contiguous `output` is the first."""
+        """Launch on contiguous copies of `inputs`, in the order of `names`; `output`, contiguous, is the first."""
         tensors = [output, *[x if x.is_contiguous() else x.contiguous() for x in inputs]]
         addresses = [tensor.data_ptr() for tensor in tensors]
         counters = persistent_counters(output.device, self.count).data_ptr() if self.count else 0
@@ -264,7 +264,7 @@ class Bound:
                 run(*values)
 
     def _lay_out(self, seen: list[tuple[PreparedLaunch, Any]]) -> list[_BoundLaunch] | None:
-        """Each launch with its addresses; None where a kernel is not known as compiled."""
+        """Each launch with its addresses; None if a kernel is not compiled yet."""
         places = {name: index for index, name in enumerate(self.names)}
         made: list[_BoundLaunch] = []
         for launch, compiled in seen:
@@ -286,11 +286,11 @@ class Bound:
 
 
 _BoundLaunch = tuple[Callable[..., Any], list[Any], list[tuple[int, int]], list[tuple[int, int, int]]]
-"""How to start a kernel, its arguments; position and index of the call's own tensors, and position, base and offset of buffers."""
+"""(launcher of the kernel, its arguments, (position, index) of the call's own tensors, (position, base, offset) of buffers)."""
 
 
 class _Watching(Launcher):
-    """Keeps each launch with its kernel."""
+    """Records each launch with its kernel."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[PreparedLaunch, Any]] = []
@@ -304,16 +304,16 @@ class _Watching(Launcher):
 def descriptor(
     function: Any, tensor: Tensor | None, shape: tuple[int, int], block: tuple[int, int], like: Tensor
 ) -> Any:
-    """A contiguous tensor as `shape` rows and columns, for a kernel that copies blocks of it; None where there is none.
+    """A descriptor of a contiguous tensor as `shape` rows and columns, for a kernel that copies blocks; None without a tensor.
 
-    Of a tensor without elements nothing is copied, and its place is taken by `like`. One of integers holds numbers in e4m3.
+    An empty tensor is replaced by `like`, as nothing is copied from it. An integer tensor contains e4m3 numbers.
     """
     if tensor is None:
         return None
     if not tensor.is_floating_point():
         tensor = tensor.view(torch.float8_e4m3fn)
     place = (tensor if tensor.numel() else like, [max(shape[0], 1), shape[1]], [shape[1], 1], list(block))
-    if not getattr(function, "is_gluon", bool)():  # what the interpreter runs does not say
+    if not getattr(function, "is_gluon", bool)():  # functions of the interpreter lack it
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor(*place)
@@ -328,14 +328,14 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
     return like.new_empty(shape, dtype=dtype)
 
 
-COUNTERS = 4096  # of one stream at least: 64 rows of 32 heads
+COUNTERS = 4096  # least size for one stream: 64 rows of 32 heads
 _counters: dict[tuple[torch.device, int], Tensor] = {}
-_spare: dict[torch.device, list[Tensor]] = {}  # zero and not in use; the last one is the largest
+_spare: dict[torch.device, list[Tensor]] = {}  # zero and unused; the last one is the largest
 _made: list[Tensor] = []  # kept for ever: CUDA graphs hold addresses
 
 
 def current_stream(device: torch.device) -> tuple[int, bool]:
-    """The current stream of a device, and whether it is being captured into a CUDA graph."""
+    """The current stream of a device, and whether a CUDA graph is capturing it."""
     if device.type != "cuda":
         return 0, False
     return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
@@ -344,11 +344,11 @@ def current_stream(device: torch.device) -> tuple[int, bool]:
 def persistent_counters(device: torch.device, size: int) -> Tensor:
     """Counters for the current stream, int32: zero between launches, at least `size` of them.
 
-    A capture only records work, so what it captured would be zero in its own replays and garbage for everyone else: captures take
-    counters that an earlier call has left over. Graphs captured on one stream share them and must not run at the same time.
+    A capture only records work, so counters allocated in it would be zero only in its own replays. Captures therefore use spare counters of
+    an earlier call. Graphs captured on one stream share counters and must not run at the same time.
 
     Raises:
-        UnsupportedError: In a capture that no call of this size went ahead of.
+        UnsupportedError: A capture without an earlier call of this size.
     """
     stream, capturing = current_stream(device)
     found = _counters.get((device, stream))
@@ -366,8 +366,8 @@ def persistent_counters(device: torch.device, size: int) -> Tensor:
 
 
 def spare_counters(device: torch.device, size: int) -> None:
-    """Have counters for a stream that has none yet, at least `size` of them. Not in a capture, nor where PyTorch warms up for one: it
-    counts what its own memory pool holds afterwards."""
+    """Allocate spare counters for a stream without any, at least `size`. Must not run in a capture, nor in PyTorch's warm-up for one, which
+    counts the memory pool afterwards."""
     spare = _spare.setdefault(device, [])
     if spare and spare[-1].numel() >= size:
         return

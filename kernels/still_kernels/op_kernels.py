@@ -1,4 +1,4 @@
-"""What generic rooms (aot, dispatch, packages) know of an op: one `Op`, which the op's folder makes, and in it its `OpKernels`."""
+"""Interface of an op's kernels for generic code (aot, dispatch, packages): each op's folder makes one `Op` with its `OpKernels`."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from still_kernels.tile import KernelTile, TileTable, pow2
 
 DTYPES = ("float16", "bfloat16", "float32")
 HALVES = DTYPES[:2]
-"""Types of activations of most ops without a state."""
+"""Activation types of most ops without a state."""
 COUNT_DTYPES = ("int32", "int64")
-"""Types of activations, and of lengths and counts, that every op's kernels have."""
+"""Types of lengths and counts that every op's kernels have."""
 MAX_HEAD_DIM = 256
 TYPES = Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}.")
 HEAD_DIM = Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}.")
 
 
 def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[str]) -> None:
-    """Raise ConfigError for a type, or another field of a variant, whose value there are no kernels for."""
+    """Raise ConfigError if a variant has a type or another field without kernels."""
     for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
         if getattr(variant, name) not in known:
             raise unknown(getattr(variant, name), known, f"{name}={getattr(variant, name)!r}")
 
 
 def combinations(variant: Callable[..., Any], **fields: Sequence[Any]) -> Callable[[], list[Any]]:
-    """What gives the variants of both 16-bit types and both types of counts, with every combination of `fields`."""
+    """Returns a function that makes the variants of both 16-bit types and both count types, with every combination of `fields`."""
     every = {"dtype": ("bfloat16", "float16"), **fields, "count_dtype": ("int64", "int32")}
     return lambda: [variant(**dict(zip(every, values, strict=True))) for values in itertools.product(*every.values())]
 
 
 @dataclass(frozen=True)
 class Build:
-    """What one variant is on one architecture.
+    """One variant on one architecture.
 
     Args:
         tiles: How each kernel is compiled.
-        constants: Compile-time values by name, for all kernels; each takes those that it declares, its tile's first.
+        constants: Compile-time values by name for all kernels. Each kernel uses those that it declares; its tile's have priority.
         plan_constants: Values of `Plan.constants`.
-        absent: Pointers that calls of this variant do not have, which leave no code.
+        absent: Pointers that calls of this variant lack; the kernels have no code for them.
     """
 
     tiles: Mapping[str, KernelTile]
@@ -62,12 +62,12 @@ def builder(
     blocks: Mapping[str, str],
     absent: Callable[[Any], Iterable[str]] = lambda variant: (),
 ) -> Callable[..., Build]:
-    """What gives the `Build` of a variant on an architecture, or with other block sizes: build(variant, arch, table).
+    """Returns build(variant, arch, table), which makes the `Build` of a variant, optionally with other block sizes.
 
     Args:
         tiles: Block sizes of a variant on an architecture (90 for sm_90).
-        constants, absent: Of a variant; see `Build`.
-        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each; 0 where tables do not have the kernel.
+        constants, absent: Functions of a variant; see `Build`.
+        blocks: The plan's constants that equal a kernel's constants, each "kernel.NAME"; 0 if the table lacks the kernel.
     """
 
     def build(variant: Any, arch: int, table: TileTable | None = None) -> Build:
@@ -83,7 +83,7 @@ def builder(
 
 
 def constants_of_heads(variant: Any) -> dict[str, Any]:
-    """Compile-time constants of kernels over heads, of which each takes those that it declares."""
+    """Compile-time constants of kernels over heads. Each kernel uses those that it declares."""
     return {
         "D": variant.head_dim,
         "DP": pow2(variant.head_dim),
@@ -93,7 +93,7 @@ def constants_of_heads(variant: Any) -> dict[str, Any]:
 
 
 def settling() -> dict[str, int]:
-    """The constant of kernels that have assembly, which interpreters do not run."""
+    """The constant of kernels with inline assembly, which interpreters cannot run."""
     import triton
 
     return {"SETTLE": int(not triton.knobs.runtime.interpret)}
@@ -104,15 +104,15 @@ class OpKernels:
     """The kernels of one op.
 
     Args:
-        plan: The op, and what a call of it launches.
-        variant: Frozen dataclass of what a set of kernels is compiled for: its fields are the names of `plan.key`, among them `dtype`
-            and `count_dtype`, with defaults; raises ConfigError for a value that is unknown.
-        default_variants: What an archive has where nobody chooses.
-        build: Of a variant and an architecture (90 for sm_90); ConfigError where there is none.
-        functions: Triton's functions by kernel; imports Triton. Pointers are the first arguments and named p_*, descriptors of matrices
-            of the plan d_*; integers at run time are left unspecialised.
-        covered: What the kernels need of a call, as far as shapes, attributes and dtype tell; messages say what they have.
-        covered_ahead: The same for kernels that are compiled ahead of time, by default what all need.
+        plan: The op and its launches.
+        variant: Frozen dataclass with the names of `plan.key` as fields, including `dtype` and `count_dtype`, with defaults. It raises
+            ConfigError for an unknown value.
+        default_variants: Variants of an archive by default.
+        build: Function of a variant and an architecture (90 for sm_90); ConfigError if unsupported.
+        functions: Triton's functions by kernel; imports Triton. Arguments are pointers p_*, descriptors d_* of the plan's matrices, then
+            integers without specialisation.
+        covered: Requirements on a call, by shapes, attributes and dtype; messages list the covered values.
+        covered_ahead: The same for kernels compiled ahead of time; by default `covered`.
     """
 
     plan: Plan
@@ -129,7 +129,7 @@ class OpKernels:
 
     @property
     def folder(self) -> Path:
-        """The op's: the archive's source hash covers its plan and kernels."""
+        """The op's folder; the archive's source hash covers its plan and kernels."""
         return Path(str(import_module(self.spec.package).__file__)).parent
 
     @cached_property
@@ -138,14 +138,14 @@ class OpKernels:
         return {False: self.plan.compiled.compile_checks(self.covered), True: self.plan.compiled.compile_checks(ahead)}
 
     def refusals(self, call: Call, ahead: bool = False) -> list[str]:
-        """Why no kernel covers a call, one line per property with what is covered; empty if one does."""
+        """Reasons why no kernel covers a call, one line per property with the covered values; empty if one does."""
         return list(self.plan.compiled.failures(self._rules[ahead], call.environment()))
 
     def variant_of(self, call: Call) -> Any:
         """The variant that serves a call.
 
         Raises:
-            UnsupportedError: A shape or type that the variant follows from is not known.
+            UnsupportedError: A shape or type in the key is unknown.
         """
         key = self.plan.key_of(call)
         unknown = [name for name in self.plan.key if name not in key]
@@ -161,7 +161,7 @@ class OpKernels:
         return self.plan.element_types(Call({}, attributes, dtype=variant.dtype, count_dtype=variant.count_dtype))
 
     def check(self) -> None:
-        """Raise ConfigError where the parts do not go together; a test calls it."""
+        """Raise ConfigError if the parts are inconsistent; called by a test."""
         fields = {f.name for f in dataclasses.fields(self.variant)}
         if fields != set(self.plan.key) or not {"dtype", "count_dtype"} <= fields:
             raise ConfigError(
@@ -201,21 +201,18 @@ class OpKernels:
 
 
 def imported(module: str, name: str) -> Callable[[], Any]:
-    """What gives an attribute of a module, which it imports when it is asked: Triton and torch are slow to load, and not everywhere."""
+    """Returns a function that imports a module on call and returns an attribute. Triton and torch are slow to import and may be missing."""
     return lambda: getattr(import_module(module), name)
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is called."""
+    """A function of a module that is imported on the first call."""
     return lambda *arguments: imported(module, name)()(*arguments)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op as `still_kernels.registry` finds it: `OP` of `plan` in its folder.
-
-    kernels: What is launched, and what kernels are compiled for.
-    """
+    """One op, found by `still_kernels.registry` as `OP` of `plan` in its folder."""
 
     kernels: OpKernels
 
@@ -232,6 +229,6 @@ def op_with_state(
     absent: Callable[[Any], Iterable[str]] = lambda variant: (),
     covered: Sequence[Check],
 ) -> Op:
-    """The op of a plan whose Triton functions are `FUNCTIONS` of a module; other arguments: see `OpKernels` and `builder`."""
+    """The op of a plan with the Triton functions `FUNCTIONS` of a module; other arguments: see `OpKernels` and `builder`."""
     build = builder(tiles, constants, blocks, absent)
     return Op(OpKernels(plan, variant, defaults, build, imported(module, "FUNCTIONS"), covered))

@@ -1,4 +1,4 @@
-"""Sequences of different lengths, one behind the other, each with its own row of a larger state."""
+"""Sequences of different lengths in one row of tokens, each with its own row of a larger state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the B sequences of packed tokens begin, and which row of the state each owns.
+    """Positions of B packed sequences, and their rows of the state.
 
-    query_start: First token of each sequence, then the number of all, int32 or int64 [B + 1].
-    state_row: Row of the state, distinct, int32 or int64 [B].
-    max_tokens: An upper bound of the tokens of one sequence; 1 takes the decode kernels.
-    pages: Where an engine owns the states: how they lie in its pages, as the op has it. state_row is then the table of their pages,
-        int32 [B, columns], contiguous; lengths are those of the call's B sequences, not of the state's rows, and what a page holds of
-        an earlier one counts for nothing. None: every state is contiguous.
+    query_start: First token of each sequence, then the total, int32 or int64 [B + 1].
+    state_row: Distinct row of the state for each sequence, int32 or int64 [B].
+    max_tokens: Upper bound of tokens per sequence; 1 selects the decode kernels.
+    pages: Layout of the states in an engine's pages, of the op's own type. state_row is then the page table, int32 [B, columns],
+        contiguous. Lengths are then those of the call's B sequences, and old contents of a page are ignored. None: states are contiguous.
     """
 
     query_start: Tensor
@@ -26,18 +25,18 @@ class Packing:
     pages: Hashable | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """By the names that the kernels have for them."""
+        """Tensors by their names in kernels."""
         return {"query_start": self.query_start, "state_row": self.state_row}
 
 
 @dataclass(frozen=True)
 class PagedStates:
-    """States of packed sequences in the pages of an engine, which nobody clears.
+    """States of packed sequences in an engine's pages, which are not cleared.
 
-    memory: int8 [pages, bytes]; a page's bytes side by side, the op's `Pages.size_bytes` from one to the next.
-    length: Tokens of the call's B sequences before the call, [B], which the caller advances; one of length 0 starts empty, whatever its
-        pages hold.
-    packing: With `pages`, and a table of each sequence's pages: those of the tokens that it has after the call, any number behind them.
+    memory: int8 [pages, bytes]. A page's bytes are contiguous; pages are the op's `Pages.size_bytes` apart.
+    length: Tokens of the call's B sequences before the call, [B]; the caller advances it. Length 0 starts empty, whatever the pages
+    contain.
+    packing: With `pages` and the page table of each sequence: the pages of its tokens after the call, then any others.
     """
 
     memory: Tensor
@@ -46,7 +45,7 @@ class PagedStates:
 
 
 def size_of_call(query: Tensor, packing: Packing | None, rows: int) -> tuple[int, int, tuple[int, int] | None]:
-    """B, T and, where sequences are packed, (tokens of all of them, rows of the state).
+    """(B, T, None or, for packed sequences, (tokens of all sequences, rows of the state)).
 
     Args:
         query: [B, T, H, D], or [tokens, H, D] with a packing.

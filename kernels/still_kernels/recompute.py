@@ -1,4 +1,4 @@
-"""Gradients of a kernel without a backward pass of its own: by a new run of the same function in PyTorch."""
+"""Gradients of kernels without a backward pass: run the PyTorch function again and differentiate it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @functools.cache
 def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | None = False) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
+    """`function`, compiled on CUDA. Unfused elementwise work on float32 copies would cost more than the GEMMs around it.
 
     Args:
-        dynamic: See torch.compile; None = the second length of sequences is compiled for all others.
+        dynamic: See torch.compile; None: the second sequence length compiles for all others.
     """
     return function if device.type == "cpu" else torch.compile(function, dynamic=dynamic)
 
@@ -23,8 +23,7 @@ def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | No
 def recompute(
     call: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
 ) -> Iterator[Tensor | None]:
-    """Gradients of the `wanted` ones of `tensors` by a new run of `call(*tensors)`, whose output has the gradient `grad`; None for the
-    others."""
+    """Gradients of the `wanted` tensors, by a new run of `call(*tensors)` whose output has the gradient `grad`; None for the others."""
     leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
     with torch.enable_grad():
         output = call(*leaves)

@@ -1,4 +1,4 @@
-"""The kernels of every op, found by its spec: what compiles and packs asks here; no op's own module does."""
+"""The kernels of every op, found by its spec, for compiling and packaging. Ops do not import it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def op_names() -> list[str]:
 
 
 def op_of(name: str) -> Op:
-    """What there is of an op, by its name in ONNX.
+    """The `Op` with this ONNX name.
 
     Raises:
         UnsupportedError: It has no kernels.
@@ -39,10 +39,10 @@ def kernels_of(name: str) -> OpKernels:
 
 
 def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) -> dict[str, list[Any]]:
-    """The kernels that nodes with their calls need, by op: one variant for each set of choices.
+    """Kernels for nodes with their calls, by op: one variant for each key.
 
     Raises:
-        UnsupportedError: No kernel covers a node: `refusal`, the node, what the kernels have, and `advice`.
+        UnsupportedError: No kernel covers a node. The message has `refusal`, the node, the covered values, and `advice`.
     """
     variants: dict[str, list[Any]] = {}
     for node, call in calls:
@@ -56,7 +56,7 @@ def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) ->
 
 
 def ties_of(manifest: Mapping[str, Any]) -> Ties:
-    """The ties of the ops that a package has, by its manifest: of those with a module `ties`. No torch."""
+    """Ties of the package's ops that have a module `ties`, by its manifest. No torch."""
     places = (_place(name, "ties") for name in OPS if name in manifest["ops"])
     found = (import_module(place).ties_of(manifest) for place in places if _is_there(place))
     return Ties(ties for ties in found if ties)
@@ -74,6 +74,6 @@ def _is_there(place: str) -> bool:
     try:
         return find_spec(place) is not None
     except ModuleNotFoundError as error:
-        if not place.startswith(str(error.name)):  # a library that its folder imports
+        if not place.startswith(str(error.name)):  # a missing library that the op's folder imports
             raise
         return False

@@ -1,6 +1,6 @@
 """Sizes of a call of an op, from its spec. The op's `Inputs` is a dataclass with the names of the spec.
 
-Definitions of ops raise ShapeError, which names the tensor or attribute that does not fit, and CapacityError where a sequence outgrows its
+Definitions of ops raise ShapeError, which names the tensor or attribute that does not fit, and CapacityError for a sequence longer than its
 state.
 """
 
@@ -17,19 +17,19 @@ from still_kernels.plan import Call, Plan
 
 
 def tensors_of(inputs: object) -> dict[str, Tensor]:
-    """The tensors that are given, by name."""
+    """The present tensors, by name."""
     return {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
 
 
 def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) -> dict[str, int]:
-    """The numbers that an op's symbols stand for in a call.
+    """Values of an op's symbols in a call.
 
     Args:
-        shapes: Of the inputs that are given, and of states as past_<name>. The first one with a symbol says what it is.
-        known: Symbols that follow from something else than a shape.
+        shapes: Shapes of the present inputs, and of states as past_<name>. The first one with a symbol defines it.
+        known: Symbols that do not come from a shape.
 
     Raises:
-        ShapeError: The shape of an input is not the spec's; it is named.
+        ShapeError: The shape of an input differs from the spec; the message names it.
     """
     symbols = dict(known)
     for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True):
@@ -49,10 +49,10 @@ def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) ->
 
 
 def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, int]:
-    """The same of a call.
+    """Values of an op's symbols, from the tensors of a call.
 
     Raises:
-        ShapeError: The shape of a tensor is not the spec's, or an attribute is unknown.
+        ShapeError: The shape of a tensor differs from the spec, or an attribute is unknown.
     """
     tensors = tensors_of(inputs) | {f"past_{name}": state for name, state in states.items()}
     sizes = sizes_of(spec, {name: x.shape for name, x in tensors.items()})
@@ -66,10 +66,10 @@ def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, i
 def counts_of(
     lengths: Tensor, new: Tensor, tokens: int, rows: int | None = None, per: int = 1
 ) -> list[tuple[int, int]]:
-    """Tokens that each sequence has seen, and those that it brings.
+    """(tokens before the call, new tokens) of each sequence.
 
     Raises:
-        ShapeError: They are none, or more than the `tokens` of a call.
+        ShapeError: A length is negative, or a new count is outside 0..`tokens`.
         CapacityError: A sequence outgrows a state of `rows`, each of `per` tokens.
     """
     found = list(zip(lengths.tolist(), new.tolist(), strict=True))
@@ -85,7 +85,7 @@ def counts_of(
 
 
 def check(plan: Plan, inputs: object) -> None:
-    """Raise ShapeError naming the tensor whose type or shape is not the spec's, or with the message of the plan's check that fails.
+    """Raise ShapeError for a tensor whose type or shape differs from the spec, or with the message of a failed check of the plan.
 
     The activations' type is that of the first input.
     """

@@ -1,4 +1,4 @@
-"""What two right runtimes may differ in, op by op. No torch."""
+"""Choices that two correct runtimes may make differently, by op. No torch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 Scores = dict[int, np.ndarray]
-"""By layer (~layer of watched ops), what was compared to choose, in an array of the op's own."""
+"""By layer (~layer of watched ops): the compared numbers, in an array of the op's own form."""
 
 Leads = dict[int, np.ndarray]
-"""By the same, how clearly the reference chose, in an array of the op's own: its lead, in parts of the lead that is a tie."""
+"""By layer: how clearly the reference chose, in an array of the op's own form. Unit: the lead that is a tie."""
 
 TIE = 8.0
-"""A lead is a tie up to so many times the error that PyTorch's own run makes in these very scores: what two of them differ by is spread
-1.4 times as wide as one, and kernels that sum in half precision err two to three times as far as PyTorch."""
+"""A lead is a tie up to this many times the rounding error of PyTorch's own run in these scores. The difference of two runs spreads 1.4
+times as wide as one run's error, and kernels that sum in half precision err two to three times as far as PyTorch."""
 COARSE = 2.0
-"""Times PyTorch's own error that a runtime's may have where turned choices are counted."""
+"""Factor between PyTorch's error and an allowed runtime's error when changed choices are counted."""
 CHOSEN = "chosen"
-"""What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
+"""Key of PyTorch's choices in a layer whose states show them: positions of tokens [B, HS, n, k], -1: none."""
 SAME_TOKEN = 12.0
-"""Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
-precision state may (`still_export.proof.judge`)."""
+"""Two keys are the same token if they differ by at most this many times PyTorch's own rounding error, the bound of any row of a half
+precision state (`still_export.proof.judge`)."""
 
 Look = tuple[np.ndarray, Arrays]
-"""Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""
+"""(lengths [B] before some tokens, outputs of the call with the last of them)."""
 
 Pairs = list[tuple[Arrays, Arrays]]
-"""Outputs of each call, (PyTorch, target)."""
+"""(PyTorch's outputs, target's outputs) for each call."""
 
 
 @dataclass
 class Choices:
-    """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
-    `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
-    rounding turns in a right runtime; it is a figure, since which they are follows from the processor. `untold` are tokens with a choice
-    that nearly ties and that the runtime does not report."""
+    """Counts of a runtime's choices by comparison.
+
+    compared: All choices.
+    near_ties, wrong: Choices that differ on a near tie, and without one.
+    widest: Largest lead among differing choices, in units of the lead that is a tie.
+    expected: Number of choices that rounding changes in a correct runtime, for reports only, because the processor decides which ones.
+    untold: Tokens with a near tie that the runtime does not report.
+    """
 
     compared: int = 0
     near_ties: int = 0
@@ -58,52 +62,55 @@ class Choices:
 
 
 class OpTies(Protocol):
-    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them. PyTorch follows the runtime's choices where it can;
-    `leads` below 0 are those of choices that it would have made otherwise."""
+    """Choices of one op that rounding may change; `op_kernels.Op` names the class. PyTorch follows the runtime's choices where possible.
+    Negative `leads` are choices that PyTorch would have made differently."""
 
     score: str
-    """The state that holds what is compared."""
+    """The state with the compared numbers."""
     watched: str
-    """The op whose first output says what was chosen, which a proof asks for; "": states show it."""
+    """The op whose first output is the choice, which a proof requests; "": states show it."""
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """Compare what two runtimes chose, and what PyTorch followed with what it would have chosen; where the lead is a tie, either is
-        right. `own` are errors of PyTorch's own run, of each pair by output (see `row_errors`): of a token that errs far there, the
-        target's may, too, and is no other one."""
+        """Compare the choices of two runtimes, and those that PyTorch followed with its own; on a tie either is right.
+
+        Args:
+            own: Errors of PyTorch's own run, by pair and output (see `row_errors`). A token with a large error there may have a large error
+                in the target, too, and still be the same token.
+        """
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
-        """Of each pair by layer the sequences [B] in which the two sides chose otherwise on a near tie, as states show it."""
+        """By pair and layer, the sequences [B] in which the two sides chose differently on a near tie, according to the states."""
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """What a runtime chose in calls one after the other, by layer, as PyTorch can follow it; nothing where states do not show it."""
+        """A runtime's choices in consecutive calls, by layer, in PyTorch's form; empty if states do not show them."""
 
     def chooses(self, lengths: np.ndarray) -> bool:
-        """Whether a step after `lengths` [B] tokens chooses."""
+        """Whether a step after `lengths` [B] tokens makes a choice."""
 
     @property
     def span(self) -> int:
-        """Tokens of a sequence at most whose scores the state still holds."""
+        """Most tokens of a sequence whose scores are still in the state."""
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """All scores of sequences, of looks at most `span` of their tokens apart."""
+        """All scores of sequences, from looks at most `span` tokens apart."""
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """Of the reference's `scores`, beside those of PyTorch's own run in the package's type; infinity where nothing was chosen yet."""
+        """Leads of the reference's `scores`, with errors from PyTorch's own run in the package's type; infinity before the first choice."""
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """The smallest lead of what was chosen along sequences of `counts` [B] tokens, in units of the scores."""
+        """Smallest lead among the choices of sequences of `counts` [B] tokens, in units of the scores."""
 
 
 @runtime_checkable
 class Untold(Protocol):
-    """Choices that no state shows: a runtime tells them, or nobody knows."""
+    """Choices that no state shows; they are unknown unless the runtime reports them."""
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """Like Ties."""
+        """See `Ties.open_tokens`."""
 
 
 class Ties:
-    """The ties of all ops of a package, asked together."""
+    """The ties of all ops of a package."""
 
     def __init__(self, each: Iterable[OpTies] = ()) -> None:
         self.each = tuple(each)
@@ -129,36 +136,36 @@ class Ties:
 
     @property
     def span(self) -> int:
-        """Like OpTies, the least of all; 0 where nothing is chosen."""
+        """Smallest `span` of all ops; 0 without choices."""
         return min((op.span for op in self.each), default=0)
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """Like OpTies; layers have one op each."""
+        """See `OpTies.scores`; layers have one op each."""
         return {k: v for op in self.each for k, v in op.scores(looks).items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         return {k: v for op in self.each for k, v in op.leads(_part(op, scores), own, counts).items()}
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """Like OpTies; infinity where nothing is chosen."""
+        """See `OpTies.closest`; infinity without choices."""
         return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """By layer, tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right."""
+        """By layer, tokens [B, N] with a near tie that states do not show: either answer is right."""
         return {k: v for op in self.each if isinstance(op, Untold) for k, v in op.open_tokens(leads).items()}
 
     @property
     def shown(self) -> Ties:
-        """Those whose choices states show."""
+        """Ops whose choices are in states."""
         return Ties(op for op in self.each if not op.watched)
 
     def is_score(self, output: str) -> bool:
-        """Whether `output` holds what an op compares, or what it chose."""
+        """Whether `output` has an op's compared numbers or its choices."""
         return any(output.startswith(f"present_{name}.") for op in self.each for name in (op.score, CHOSEN))
 
 
 def followed(leads: Iterable[np.ndarray]) -> Choices:
-    """Of choices that PyTorch followed, those that it would have made otherwise."""
+    """Choices that PyTorch followed and would have made differently."""
     found = Choices()
     for lead in leads:
         found.near_ties += int(((lead < 0) & (lead >= -1)).sum())
@@ -168,11 +175,11 @@ def followed(leads: Iterable[np.ndarray]) -> Choices:
 
 
 def _part(op: OpTies, scores: Scores) -> Scores:
-    """What an op compared."""
+    """An op's part of the scores."""
     return {key: x for key, x in scores.items() if (key < 0) == bool(op.watched)}
 
 
 def expected_ties(leads: Leads) -> float:
-    """How many choices differ where a runtime errs COARSE times as far as PyTorch's own run, each score by itself."""
+    """Number of choices that differ if a runtime errs COARSE times as far as PyTorch's own run, each score independently."""
     found = np.concatenate([lead[np.isfinite(lead)].ravel() for lead in leads.values()] or [np.zeros(0)])
     return sum(0.5 * math.erfc(lead) for lead in np.abs(found * TIE / (2 * COARSE)).tolist())

@@ -1,4 +1,4 @@
-"""How one kernel is compiled, and what architectures give it. Integers only: no torch, no Triton."""
+"""Compile options of one kernel, and limits of architectures. Integers only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 22
 
 
 def pow2(n: int) -> int:
-    """The smallest power of two that is at least n and at least 16 (the least that a matrix instruction takes)."""
+    """Smallest power of two that is at least n and at least 16, the minimum of a matrix instruction."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def for_two_programs(shared: int, dim: int, keys: int, stages: int) -> tuple[int, int]:
-    """Keys at a time and stages of a prompt's attention, 64 queries in 16 bits, of which a multiprocessor with `shared` bytes for a block
-    holds two programs, as its registers do; three stages of 64 keys of 128 leave room for one. Computed, not run
+    """(keys per step, stages) of prompt attention with 64 queries in 16 bits, so that two programs fit on a multiprocessor with `shared`
+    bytes per block, as they do in registers. Three stages of 64 keys of 128 leave room for one. Computed, not measured
     (docs/notebook/computed.md)."""
     if dim != 128 or shared >= (200 << 10):
         return keys, stages
@@ -26,20 +26,20 @@ def for_two_programs(shared: int, dim: int, keys: int, stages: int) -> tuple[int
 
 @dataclass(frozen=True)
 class KernelTile:
-    """How one kernel is compiled: its block-size constants, warps and stages.
+    """Compile options of one kernel: block-size constants, warps and stages.
 
-    blocks: Rows and columns that a kernel copies at a time of each matrix that it takes by descriptor: numbers or names of constants.
+    blocks: Rows and columns per copy of each matrix that the kernel receives as a descriptor: numbers or names of constants.
     """
 
     constants: dict[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # per thread; None = the compiler's choice
-    dependent: bool = False  # launched before the kernel ahead of it has ended, for which it then waits
+    dependent: bool = False  # launched before its predecessor ends; the kernel waits for that
     blocks: Mapping[str, tuple[int | str, int | str]] = field(default_factory=dict)
 
     def block(self, matrix: str) -> tuple[int, int]:
-        """Rows and columns that are copied of a matrix."""
+        """Rows and columns per copy of a matrix."""
         rows, columns = (self.constants[n] if isinstance(n, str) else n for n in self.blocks[matrix])
         return rows, columns
 
@@ -52,29 +52,29 @@ class KernelTile:
 
 
 Setting = dict[str, int | None]
-"""Changes of one kernel's tile by name."""
+"""Changes of one kernel's tile, by name."""
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """The kernels of one variant, and the constants of its plan that only the host uses."""
+    """Tiles of one variant's kernels, and the constants of its plan for the host only."""
 
     tiles: Mapping[str, KernelTile]
     host: Mapping[str, int] = field(default_factory=dict)
 
     def kernels(self) -> dict[str, KernelTile]:
-        """The tiles by kernel."""
+        """Tiles by kernel."""
         return dict(self.tiles)
 
 
 def changed(table: TileTable, kernel: str, setting: Setting) -> TileTable:
-    """`table` with another setting of one kernel, or of `<kernel>_tma` where the table has that in its place.
+    """`table` with another setting of one kernel, or of `<kernel>_tma` if the table has that instead.
 
     Args:
         setting: By name: constants and options of the kernel's tile, constants of the host, or "other_kernel.NAME".
 
     Raises:
-        KeyError: A name is none of these.
+        KeyError: Unknown name.
     """
     for name, value in setting.items():
         owner, _, plain = name.rpartition(".")

@@ -14,8 +14,8 @@ from still_graphs.spec import AttributeValue
 
 Given = Mapping[str, Tensor | None]
 Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]
-"""From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>). The last argument says that
-states may be written in place and returned."""
+"""Function from inputs by name (states as past_<name>), attributes, and whether states may be written in place, to outputs by name (states
+as present_<name>)."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library(DOMAIN, "DEF")
 def torch_schema(spec: OpSpec, in_place: bool = False) -> str:
     """Schema string of a torch op: inputs, past states, attributes; outputs, present states.
 
-    A present state that the configuration does not have is returned as an empty tensor. In place, states are written and not returned.
+    A present state that the configuration lacks is an empty tensor. The in-place op writes states and does not return them.
     """
     optional = {t.name for t in spec.inputs if t.optional} | {f"past_{s.name}" for s in spec.states if s.optional}
     kinds = {f"past_{s.name}": f"Tensor(a{i}!)" for i, s in enumerate(spec.states)} if in_place else {}
@@ -37,8 +37,8 @@ def torch_schema(spec: OpSpec, in_place: bool = False) -> str:
 
 
 def register(spec: OpSpec, compute: Compute) -> None:
-    """Define `torch.ops.still.<torch_name>`, which computes by `compute`, differentiates through it, and traces as one node; and
-    `<torch_name>_`, which writes the states in place."""
+    """Define `torch.ops.still.<torch_name>`, which runs `compute`, is differentiable and traces as one node, and `<torch_name>_`, which
+    writes the states in place."""
     names, outputs = spec.input_names(), spec.output_names()
 
     def split(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, AttributeValue]]:
@@ -55,15 +55,15 @@ def register(spec: OpSpec, compute: Compute) -> None:
         )
 
     def shaped(*arguments: Any) -> list[Tensor]:
-        """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""
+        """Shapes and dtypes of the results, all contiguous; states keep their sizes."""
         given, attributes = split(arguments)
         sizes: dict[Any, Any] = {}
         for name, spec_of in zip(names, spec.all_inputs(), strict=True):
             if (tensor := given[name]) is not None:
                 for dim, size in zip(spec_of.shape, tensor.shape, strict=True):
-                    sizes.setdefault(dim, size)  # a state's may count words of codes
+                    sizes.setdefault(dim, size)  # a state's dimension may count words of codes
         like: Tensor = given[names[0]]
-        sizes |= attributes  # a symbol with the name of one has its value
+        sizes |= attributes  # attributes define symbols of their name
         types = {"T": like.dtype, "int32": torch.int32, "float32": torch.promote_types(like.dtype, torch.float32)}
         results = [like.new_empty([sizes[d] for d in t.shape], dtype=types[t.dtype]) for t in spec.outputs]
         for state in spec.states:
@@ -94,12 +94,12 @@ def register(spec: OpSpec, compute: Compute) -> None:
 
 
 def _returned(outputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """As an op's schema has them: one alone is no tuple."""
+    """Results in the form of an op's schema: a single one is not a tuple."""
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
-    """Call the op with inputs by name, absent ones left out; its outputs by name, states that it does not have left out."""
+    """Call the op with inputs by name, without absent ones; returns outputs by name, without absent states."""
     op = getattr(getattr(torch.ops, spec.domain), spec.torch_name)
     results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
     results = (results,) if isinstance(results, Tensor) else results
@@ -110,15 +110,15 @@ def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -
 def traced_op(
     spec: OpSpec, inputs_type: type[Any], state_type: type[Any] | None = None, writes: bool = False
 ) -> Callable[[F], F]:
-    """Register an op whose inputs and attributes are fields of `inputs_type`; decorates what computes it.
+    """Register an op whose inputs and attributes are fields of `inputs_type`. Decorates the function that computes it.
 
     Args:
-        state_type: The op's states, a named tuple; None: it has one, a tensor, or none.
-        writes: Whether the function takes a last argument that says that states may be written in place.
+        state_type: The op's states, a named tuple; None: it has one tensor or no state.
+        writes: Whether the function has a last argument that allows writing states in place.
 
     Returns:
-        A decorator of a function of inputs and states that gives outputs in their order, then the states after the call. What it makes
-        calls the function itself; where a program is traced it is one node of the op instead, which has no derivative.
+        A decorator of a function of inputs and states that returns outputs in order, then the new states. The decorated function calls the
+        original; in a traced program it is one node of the op, without a derivative.
     """
 
     def decorated(compute: F) -> F:

@@ -9,7 +9,7 @@
 #include <fstream>
 #include <set>
 
-// Written by archive.S; begin == end where the library was built without kernels.
+// Defined by archive.S; begin == end if the library was built without kernels.
 extern "C" char const still_archive_begin[] __attribute__((visibility("hidden")));
 extern "C" char const still_archive_end[] __attribute__((visibility("hidden")));
 
@@ -25,7 +25,7 @@ constexpr int64_t kPackVersion = 1;
 constexpr int64_t kIndexVersion = 3;
 constexpr int64_t kMaxBox = 256; // the driver's limit
 constexpr int64_t kMaxSwizzle = 3;
-constexpr int64_t kMaxCluster = 8; // blocks of a cluster on every GPU that has clusters
+constexpr int64_t kMaxCluster = 8; // most blocks of a cluster on every GPU with clusters
 
 std::string describe(Key const& key)
 {
@@ -35,7 +35,7 @@ std::string describe(Key const& key)
     return text;
 }
 
-// What would have to differ for a call to find a kernel: the values that the archive has, for each name that does not fit.
+// For the error: the archive's values of each name in the key that does not match.
 std::string difference(std::vector<Variant const*> const& variants, Key const& key)
 {
     std::map<std::string, std::set<std::string>> values;
@@ -67,7 +67,7 @@ void check_format(Json const& json, std::string const& format, int64_t version, 
             " version ", version, ". Build the archive and the library from one version.");
 }
 
-// The integer `name` of an index, in least..most: what is cast to fewer bits later, or sizes memory.
+// The integer `name` of an index, in least..most. Later casts and memory sizes rely on the range.
 int64_t integer(Json const& json, char const* name, int64_t least, int64_t most, std::string const& source)
 {
     int64_t const value = integer_of(json.at(name));
@@ -76,7 +76,7 @@ int64_t integer(Json const& json, char const* name, int64_t least, int64_t most,
     return value;
 }
 
-// 90 of "sm_90".
+// 90 for "sm_90".
 int read_architecture(std::string const& text, std::string const& source)
 {
     std::string const digits = text.rfind("sm_", 0) == 0 ? text.substr(3) : "";
@@ -144,7 +144,7 @@ int64_t Variant::constant(std::string const& name) const
 
 bool runs_on(int compiled, int device)
 {
-    // From 9.0 on the cubins are architecture-specific (sm_90a): they run on exactly that capability.
+    // From 9.0 on the cubins are architecture-specific (sm_90a) and run only on that capability.
     if (compiled >= 90)
         return compiled == device;
     return compiled / 10 == device / 10 && compiled <= device;
@@ -153,7 +153,7 @@ bool runs_on(int compiled, int device)
 Archive& Archive::get()
 {
     static Archive* const archive = [] {
-        auto* const made = new Archive; // lives as long as the process: launches may come from static destructors
+        auto* const made = new Archive; // lives as long as the process: static destructors may launch
         std::string_view const embedded(still_archive_begin, static_cast<size_t>(still_archive_end - still_archive_begin));
         if (!embedded.empty())
             made->add(embedded, "embedded archive");
@@ -212,7 +212,7 @@ void Archive::read(std::string_view bytes, std::string const& source)
     for (Json const& index : items_of(pack.at("indexes")))
     {
         check_format(index, kIndexFormat, kIndexVersion, source);
-        std::string const full = text_of(index.at("op")); // its domain, "::" and its name
+        std::string const full = text_of(index.at("op")); // domain, "::" and name of the op
         OpSpec const& spec = op_spec(full.substr(full.rfind(':') + 1));
         if (integer_of(index.at("op_version")) != spec.version)
             fail(source, ": kernels of ", spec.name, " version ", integer_of(index.at("op_version")), "; this library has version ",

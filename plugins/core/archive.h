@@ -1,7 +1,7 @@
-// The archive of ahead-of-time kernels: an index and the cubins behind it, embedded in the library or read from a file.
+// The archive of ahead-of-time kernels: an index followed by the cubins, embedded in the library or read from a file.
 //
 // File: "STILLAR1", uint64 length of the index, the index (JSON), padding to 16 bytes, the cubins. Integers are little-endian.
-// A variant is what one call uses: all kernels of an op, compiled for one architecture and one set of choices (its key).
+// A variant serves one call: all kernels of an op, compiled for one architecture and one key.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct KernelArgument
     std::string name;
     std::string type; // "ptr", "i32", "i64", "f32", "descriptor"
 
-    // Of a descriptor: the type of its elements, rows and columns of a block, how a block lies in shared memory (CUtensorMapSwizzle).
-    // A block of more columns is copied in parts of this size.
+    // For descriptors: element type, rows and columns of a block, and its layout in shared memory (CUtensorMapSwizzle).
+    // A wider block is copied in parts of this size.
     std::string element;
     uint32_t box[2]{};
     int swizzle{};
@@ -37,7 +37,7 @@ struct Kernel
     unsigned threads{}; // of a block
     unsigned shared_bytes{};
     size_t trailing_nulls{}; // pointers to scratch memory of size 0
-    unsigned cluster{1};     // blocks, along x, that the cubin says are a cluster
+    unsigned cluster{1};     // blocks of a cluster along x, according to the cubin
     std::vector<KernelArgument> arguments;
     std::string_view cubin;
 };
@@ -50,17 +50,17 @@ struct Variant
     int op_version{};
     int architecture{}; // 90 for sm_90
     Key key;
-    std::map<std::string, int64_t> constants; // sizes that the plan's expressions use
+    std::map<std::string, int64_t> constants; // sizes in the plan's expressions
     std::map<std::string, Kernel> kernels;
 
-    Kernel const& kernel(std::string const& name) const; // throws still::Error for one that is missing
+    Kernel const& kernel(std::string const& name) const; // throws still::Error if it is missing
     int64_t constant(std::string const& name) const;     // likewise
 };
 
 class Archive
 {
 public:
-    // The archive of this process: the embedded one, plus those added.
+    // The archive of this process: the embedded one, plus added ones.
     static Archive& get();
 
     // Adds the kernels of a file, which stays in memory. Throws still::Error for a missing, damaged or unknown file.
@@ -69,17 +69,17 @@ public:
     // Adds the kernels of `bytes`, which must stay alive. `source` names them in errors.
     void add(std::string_view bytes, std::string const& source);
 
-    // The launch plan of the op's kernels; null where the archive has none.
+    // The launch plan of the op; null if the archive has none.
     Plan const* plan(std::string const& op, int op_version) const;
 
-    // Forgets every kernel; for tests.
+    // Removes every kernel; for tests.
     void clear();
 
-    // The variant of the op with this key that runs on the architecture; a key may leave out what is not known.
-    // Throws still::Error saying what the archive has instead.
+    // The variant of the op with this key for the architecture; a key may omit unknown properties.
+    // Throws still::Error that lists what the archive has.
     Variant const& find(std::string const& op, int op_version, int architecture, Key const& key) const;
 
-    // Every variant of the op with this key, on whatever architecture.
+    // Every variant of the op with this key, for any architecture.
     std::vector<Variant const*> all(std::string const& op, int op_version, Key const& key) const;
 
     std::deque<Variant> const& variants() const { return mVariants; }
@@ -92,7 +92,7 @@ private:
     std::deque<Variant> mVariants; // addresses stay valid
 };
 
-// True when a cubin of `compiled` runs on `device`.
+// Whether a cubin of `compiled` runs on `device`.
 bool runs_on(int compiled, int device);
 
 } // namespace still

@@ -111,7 +111,7 @@ int still_op_infer(still_op const* op, still_tensor const* inputs, int input_cou
     return guarded([&] {
         auto const result = op->op.infer(tensors(inputs, input_count));
         if (result.size() != static_cast<size_t>(output_count))
-            still::fail(op->op.spec().name, ": has ", result.size(), " outputs, room was given for ", output_count, ".");
+            still::fail(op->op.spec().name, ": has ", result.size(), " outputs, the caller has room for ", output_count, ".");
         for (size_t i = 0; i < result.size(); ++i)
         {
             outputs[i] = {static_cast<int32_t>(result[i].type), result[i].rank, {}};

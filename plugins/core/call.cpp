@@ -13,7 +13,7 @@ namespace
 struct Dimension // factor * symbol / divisor
 {
     int64_t factor{1};
-    std::string symbol; // empty: a number, which is `factor`
+    std::string symbol; // empty: the number `factor`
     int64_t divisor{1};
 
     bool fits(int64_t size) const { return size % divisor == 0; }
@@ -70,10 +70,10 @@ int64_t Call::size(std::string const& symbol) const
 
 void Call::refuse(std::string const& what) const { fail(spec->name, ": ", what); }
 
-// Reads the sizes of one tensor, or compares them.
+// Reads the sizes of one tensor, or compares them with known ones.
 void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
 {
-    std::map<std::string, int64_t> const before = sizes; // for messages: what other tensors said
+    std::map<std::string, int64_t> const before = sizes; // for messages: sizes from other tensors
     auto const demand = [&](bool fits, char const* why = "") {
         if (!fits)
             fail(spec->name, ": ", given.name, ": expected ", expected_shape(given, before), ", got ", tensor.shape(), why, ".");
@@ -102,7 +102,7 @@ void Call::bind_shape(TensorSpec const& given, Tensor const& tensor)
             sizes[dim.symbol] = size / dim.factor * dim.divisor;
         }
     }
-    tensor.bytes(); // must be a number
+    tensor.bytes(); // checks that the size fits
 }
 
 void Call::take_attributes()
@@ -138,7 +138,7 @@ void Call::bind(std::vector<Tensor> const& given)
                     fail(spec->name, ": ", input.name, ": expected int32 or int64, got ", type_name(tensor.type), ".");
                 count = tensor.type;
             }
-            if (input.narrow && kept == Type::kNone) // the first decides for all
+            if (input.narrow && kept == Type::kNone) // the first one sets the type of all
                 kept = activation == Type::kFloat32 && tensor.type == Type::kFloat16 ? Type::kFloat16 : activation;
             if (Type const expected = concrete(input, *this); tensor.type != expected)
                 fail(spec->name, ": ", input.name, ": expected ", type_name(expected), ", got ", type_name(tensor.type), ".");

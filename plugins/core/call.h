@@ -1,4 +1,4 @@
-// A call of an op, bound: its tensors checked against the OpSpec and each other, and the sizes that follow. All hosts come through here.
+// A call of an op, bound: its tensors are checked against the OpSpec and each other, and give the sizes. All hosts use it.
 #pragma once
 
 #include "op_spec.h"
@@ -22,12 +22,12 @@ struct AttributeValue
 // "window_key" of "present_window_key".
 inline std::string state_name(std::string const& present) { return present.substr(sizeof("present_") - 1); }
 
-// What a plan sees of a call: attributes, sizes by symbol, types, and which optional tensors are there.
+// Facts about a call that a plan reads: attributes, sizes by symbol, types, and the optional tensors that exist.
 class Call
 {
 public:
-    // Checks `tensors`, which are the inputs that exist, and completes sizes, types and outputs.
-    // Throws still::Error naming op, tensor, what was expected and what came.
+    // Checks `tensors`, the existing inputs, and derives sizes, types and outputs.
+    // Throws still::Error with op, tensor, expected and actual value.
     void bind(std::vector<Tensor> const& tensors);
 
     // Sizes that are integer attributes.
@@ -41,13 +41,13 @@ public:
 
     OpSpec const* spec{};
     std::map<std::string, AttributeValue> const* attributes{};
-    std::vector<TensorSpec const*> const* inputs{};  // those that exist, in order
+    std::vector<TensorSpec const*> const* inputs{};  // existing ones, in order
     std::vector<TensorSpec const*> const* outputs{}; // likewise
-    std::map<std::string, int64_t> sizes; // of symbols, and "tokens" of all rows and "rows" of the state
-    std::map<std::string, int64_t> weights; // the first dimension of weights by its symbol: its size, or 1 where all share them
-    std::map<std::string, Tensor> tensors; // inputs and outputs that exist, by name
+    std::map<std::string, int64_t> sizes; // by symbol, and "tokens" of all rows and "rows" of the state
+    std::map<std::string, int64_t> weights; // first dimension of weights by its symbol: its size, or 1 if shared by all
+    std::map<std::string, Tensor> tensors; // existing inputs and outputs, by name
     Type activation{Type::kNone};
-    Type kept{Type::kNone}; // of what may be narrower than activations; kNone where there is nothing
+    Type kept{Type::kNone}; // type of `narrow` tensors; kNone if there are none
     Type count{Type::kNone};
 
 private:

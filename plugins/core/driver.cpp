@@ -80,12 +80,12 @@ ZeroedMemory::ZeroedMemory(size_t bytes) : mBytes(std::max<size_t>(bytes, 16))
     Driver& driver = Driver::get();
     driver.check(driver.memAlloc(&mAddress, mBytes), "cuMemAlloc");
     driver.check(driver.memsetD8Async(mAddress, 0, mBytes, nullptr), "cuMemsetD8Async");
-    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // the launches come on another stream
+    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // launches use another stream
 }
 
 ZeroedMemory::~ZeroedMemory()
 {
-    Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
+    Driver::get().memFree(mAddress); // a failure means that the context and its memory are gone
 }
 
 int current_architecture()
@@ -106,7 +106,7 @@ uint64_t current_context()
     CuContext context = nullptr;
     driver.check(driver.ctxGetCurrent(&context), "cuCtxGetCurrent");
     if (!context)
-        fail("CUDA driver: no context is current on this thread; kernels load and run on threads that have made the GPU theirs.");
+        fail("CUDA driver: no context is current on this thread; make one current before kernels load or run.");
     unsigned long long id = 0;
     if (driver.ctxGetId && driver.ctxGetId(context, &id) == 0)
         return id;

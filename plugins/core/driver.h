@@ -1,5 +1,5 @@
-// The CUDA driver API, opened with dlopen at first use: everything loads on a machine without a GPU.
-// Declares what it calls itself, so that the core needs no CUDA header; the ABI of these functions is frozen by their _v2 names.
+// The CUDA driver API, opened with dlopen at first use, so that everything loads on a machine without a GPU.
+// It declares the functions that it calls, so that the core needs no CUDA header. The _v2 names freeze their ABI.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ using CuDevicePtr = uint64_t;
 
 class Driver
 {
-    // A function of the library, null where it has none.
+    // A function of the library, null if missing.
     struct Symbol
     {
         void* address;
@@ -31,19 +31,19 @@ class Driver
         }
     };
     Symbol find(char const* symbol) const;
-    Symbol need(char const* symbol) const; // throws still::Error where there is none
+    Symbol need(char const* symbol) const; // throws still::Error if it is missing
 
     std::string mPath;
     void* mLibrary;
 
 public:
-    // The driver of this process; opens it on the first call. Throws still::Error where there is none.
+    // The driver of this process, opened on the first call. Throws still::Error if there is none.
     static Driver& get();
 
-    // Opens `path` instead of libcuda.so.1 from the next get() on: tests put a recording stand-in here.
+    // Makes the next get() open `path` instead of libcuda.so.1; tests open a recording stand-in.
     static void replace(std::string const& path);
 
-    // Throws still::Error with the driver's own name and text of `status` when it is not 0.
+    // Throws still::Error with the driver's name and text of `status` unless it is 0.
     void check(int status, char const* call) const;
 
     int (*init)(unsigned) = need("cuInit");
@@ -69,7 +69,7 @@ public:
     int (*memsetD8Async)(CuDevicePtr, unsigned char, size_t, CuStream) = need("cuMemsetD8Async");
     int (*memcpyDtoDAsync)(CuDevicePtr, CuDevicePtr, size_t, CuStream) = need("cuMemcpyDtoDAsync_v2");
 
-    // What the runner needs besides; the plugins never call these.
+    // For the runner; the plugins never call these.
     int (*memGetInfo)(size_t*, size_t*) = find("cuMemGetInfo_v2");
     int (*memcpyHtoDAsync)(CuDevicePtr, void const*, size_t, CuStream) = find("cuMemcpyHtoDAsync_v2");
     int (*memcpyDtoHAsync)(void*, CuDevicePtr, size_t, CuStream) = find("cuMemcpyDtoHAsync_v2");
@@ -87,7 +87,7 @@ private:
     int (*mErrorString)(int, char const**) = find("cuGetErrorString");
 };
 
-// Device memory, zeroed, in the context that is current when it is made.
+// Zeroed device memory in the context that was current at construction.
 class ZeroedMemory
 {
 public:
@@ -103,10 +103,10 @@ private:
     size_t mBytes{};
 };
 
-// Compute capability of the current context's device as one number, 90 for 9.0.
+// Compute capability of the current context's device, 90 for 9.0.
 int current_architecture();
 
-// The current context, made unique over the life of the process where the driver can (a new context may reuse an old address).
+// An id of the current context, unique in the process if the driver supports it (a new context may reuse an old address).
 uint64_t current_context();
 
 } // namespace still

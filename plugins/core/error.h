@@ -1,4 +1,4 @@
-// The one exception of the core. Its text is meant for the user: what is wrong, with values; what to do.
+// The only exception of the core. Its text is for the user: the fault, with values, and the remedy.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@ public:
     using std::runtime_error::runtime_error;
 };
 
-// Joins the parts of a message and throws them as an Error.
+// Joins the parts of a message and throws an Error.
 template <typename... Parts>
 [[noreturn]] void fail(Parts const&... parts)
 {
     std::ostringstream text;
     (text << ... << parts);
     std::string said = text.str();
-    std::replace(said.begin(), said.end(), '\0', ' '); // where what() would end
+    std::replace(said.begin(), said.end(), '\0', ' '); // a NUL would end what()
     throw Error(said);
 }
 

@@ -21,7 +21,7 @@ int64_t positive(int64_t divisor)
     return divisor;
 }
 
-// These take a positive b.
+// b must be positive.
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 int64_t floor_mod(int64_t a, int64_t b) { return a % b + (a % b < 0 ? b : 0); }
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b > 0); }

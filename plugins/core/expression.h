@@ -1,5 +1,5 @@
-// Expressions of a launch plan, read from the archive's index. kernels/still_kernels/plan/expressions.py has the language; an archive
-// may come from a stranger, so names, types and sizes are checked when they are read, and arithmetic when it is done.
+// Expressions of a launch plan, read from the archive's index; see kernels/still_kernels/plan/expressions.py for the language.
+// Archives are untrusted: reading checks names, types and sizes, and evaluation checks arithmetic.
 #pragma once
 
 #include "op_spec.h"
@@ -25,21 +25,21 @@ struct Value
     bool known{};
     int64_t integer{};
     double real{};
-    std::string_view text; // of an attribute or of a type, which outlive the call
+    std::string_view text; // of an attribute or a type; both outlive the call
 };
 
 using Environment = std::vector<Value>; // by slot
 
-// A name that a plan takes from the call: what it is, and where its value goes.
+// A value that a plan takes from the call: its kind and its slot.
 struct Leaf
 {
     enum class Source : uint8_t { kSize, kAttribute, kConstant, kCall, kHas, kDim };
     Source source{};
     std::string name;
-    int axis{}; // of kDim
+    int axis{}; // for kDim
 };
 
-// The names that expressions of one plan may use, and their slots: leaves first come, then what the plan defines.
+// Names available to expressions of one plan, and their slots: leaves first, then the plan's definitions.
 class Scope
 {
 public:
@@ -48,7 +48,7 @@ public:
     [[noreturn]] void refuse(std::string const& why) const; // throws still::Error
 
     void allow_constants(std::vector<std::string> names) { mConstants = std::move(names); }
-    size_t define(std::string const& name, ValueKind kind); // the slot; refuses a name that is taken
+    size_t define(std::string const& name, ValueKind kind); // returns the slot; refuses a name that is taken
     void forget(std::string const& name) { mDefined.erase(name); }
 
     OpSpec const& spec() const { return *mSpec; }
@@ -70,16 +70,16 @@ private:
 class Expression
 {
 public:
-    // Throws still::Error where the data is no expression of this kind; a real one may be an integer.
+    // Throws still::Error if the data is no expression of this kind; a real one may be an integer.
     Expression(Json const& data, Scope& scope, ValueKind kind);
     Expression(Json const& data, Scope& scope); // of any kind
 
     ValueKind kind() const { return mNodes.front().kind; }
 
-    // True when every name that the expression uses has a value.
+    // Whether every name in the expression has a value.
     bool known(Environment const& environment) const;
 
-    // Values; they throw still::Error for overflow, division by what is not positive, and a name without a value.
+    // Values. They throw still::Error for overflow, division by a non-positive number, and a name without a value.
     int64_t integer(Environment const& environment) const;
     double real(Environment const& environment) const;
     std::string_view text(Environment const& environment) const;
@@ -98,8 +98,8 @@ private:
     {
         Operator op;
         ValueKind kind;
-        size_t end;      // of the part that begins here
-        int64_t integer; // a number; the slot of a name
+        size_t end;      // of the part that starts here
+        int64_t integer; // a number, or the slot of a name
         std::string text;
     };
 

@@ -1,4 +1,4 @@
-// Expressions from the archive's index; expression.cpp computes them.
+// Reads expressions from the archive's index; expression.cpp evaluates them.
 #include "error.h"
 #include "expression.h"
 #include "json.h"
@@ -19,7 +19,7 @@ constexpr size_t kMaxSlots = 4096;
 
 } // namespace
 
-// Turns one JSON value into nodes.
+// Converts one JSON value to nodes.
 class ExpressionReader
 {
 public:

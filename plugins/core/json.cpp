@@ -9,7 +9,7 @@ namespace still
 namespace
 {
 
-constexpr int kMostDepth = 64; // of readers that call themselves
+constexpr int kMostDepth = 64; // bounds recursion of readers
 
 [[noreturn]] void wrong(char const* wanted, Json const& value)
 {
@@ -29,7 +29,7 @@ Value const& taken(char const* wanted, Json const& value)
 
 Json parse_json(std::string_view text, std::string const& source)
 {
-    // nlohmann/json skips the one, and ends at the other.
+    // nlohmann/json skips a byte order mark, and stops at a NUL.
     if (text.substr(0, 3) == "\xef\xbb\xbf" || text.find('\0') != std::string_view::npos)
         fail(source, " is not readable (it has a mark of byte order or a zero).");
     try

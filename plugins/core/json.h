@@ -1,4 +1,4 @@
-// JSON of the archive's index and of a package's manifest: nlohmann/json, strict where it would convert in silence.
+// JSON of the archive's index and of a package's manifest: nlohmann/json without silent conversions.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -12,10 +12,10 @@ namespace still
 
 using Json = nlohmann::json;
 
-// A whole document; throws still::Error naming `source` where the text is no JSON, or has more than 64 lists and objects in one another.
+// A whole document. Throws still::Error with `source` if the text is no JSON, or nested deeper than 64.
 Json parse_json(std::string_view text, std::string const& source);
 
-// Values; they throw still::Error where `value` is of another kind.
+// Values; they throw still::Error if `value` has another kind.
 int64_t integer_of(Json const& value);
 std::string const& text_of(Json const& value);
 Json::array_t const& items_of(Json const& value);

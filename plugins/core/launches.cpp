@@ -13,18 +13,18 @@ namespace
 
 constexpr unsigned kDefaultSharedBytes = 48 * 1024;
 constexpr int kMaxDynamicSharedBytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-// CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _UNSUPPORTED_PTX_VERSION: what drivers say of code that is newer than they are.
+// CUDA_ERROR_INVALID_IMAGE, _NO_BINARY_FOR_GPU, _UNSUPPORTED_PTX_VERSION: results of drivers older than the code.
 constexpr int kInvalidImage = 200;
 constexpr int kNoBinary = 209;
 constexpr int kNewerCompiler = 222;
 constexpr int64_t kMaxGridX = 2147483647;
-constexpr int64_t kMaxGrid = 65535; // of y and z
+constexpr int64_t kMaxGrid = 65535; // along y and z
 constexpr int kTensorMapUInt8 = 0; // CUtensorMapDataType
 constexpr int kTensorMapFloat16 = 6;
 constexpr int kTensorMapBFloat16 = 9;
 constexpr int kPromoteTo128Bytes = 2; // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
-// Modules stay loaded: 32 layers share them, and unloading at exit would race with the host's own teardown.
+// Modules stay loaded: layers share them, and unloading at exit would race with the host's teardown.
 std::mutex sMutex;
 
 std::map<std::pair<uint64_t, char const*>, CuFunction>& loaded()
@@ -33,7 +33,7 @@ std::map<std::pair<uint64_t, char const*>, CuFunction>& loaded()
     return *functions;
 }
 
-// A number as the bits that the kernel reads.
+// A number as the kernel's bits.
 uint64_t bits(std::string const& kernel, std::string const& name, std::string const& type, Argument const& argument)
 {
     uint64_t value = 0;
@@ -78,7 +78,7 @@ Descriptor describe(Kernel const& kernel, KernelArgument const& argument, Matrix
     return made;
 }
 
-// Null where there is none.
+// Null if missing.
 template <typename Value>
 Value const* find(std::map<std::string, Value> const& values, std::string const& name)
 {
@@ -91,7 +91,7 @@ struct alignas(64) TensorMap // CUtensorMap
     uint64_t words[16]{};
 };
 
-// Nothing is copied of a tensor without elements, whose descriptor stays empty.
+// A tensor without elements has an empty descriptor, since nothing is copied from it.
 TensorMap encode(Descriptor const& descriptor, uint64_t address, std::string const& kernel)
 {
     TensorMap map;
@@ -213,7 +213,7 @@ CuFunction load_function(Kernel const& kernel)
             fail("kernel ", kernel.name, " needs ", kernel.shared_bytes,
                 " bytes of shared memory, more than this GPU gives (CUDA error ", status, ").");
     }
-    // With lazy loading the code would otherwise arrive at the first launch, which may be under capture.
+    // Load the code now: with lazy loading it would load at the first launch, which may be under capture.
     if (driver.funcLoad)
         driver.check(driver.funcLoad(found), "cuFuncLoad");
     function = found;

@@ -16,7 +16,7 @@ std::string partner(std::string const& present)
     return "past_" + state_name(present);
 }
 
-// Rows that are kept in 8 bits are words of four codes, and have scales.
+// 8-bit rows are words of four codes, with scales.
 constexpr char kInCodes[] = "int8";
 
 TensorSpec in_codes(TensorSpec tensor)
@@ -30,20 +30,20 @@ TensorSpec in_codes(TensorSpec tensor)
     return tensor;
 }
 
-// Kernels of plans read states in the activations' type.
+// Throws if a state has another type than the activations; plans' kernels require equal types.
 void demand_alike(Call const& call)
 {
     if (call.kept != Type::kNone && call.kept != call.activation)
         call.refuse(std::string("states are ") + type_name(call.kept) + ", activations " + type_name(call.activation)
-                    + "; kernels of the GPU have them alike. Export without --cache.");
+                    + "; GPU kernels need equal types. Export without --cache.");
 }
 
-// What a host needs of a plan that is not there, in the words of the archive.
+// The op's plan; throws if the archive has none.
 Plan const& plan_of(OpSpec const& spec)
 {
     Plan const* const plan = Archive::get().plan(spec.name, spec.version);
     if (!plan)
-        Archive::get().all(spec.name, spec.version, {}); // says what there is
+        Archive::get().all(spec.name, spec.version, {}); // throws with a list of what exists
     return *plan;
 }
 
@@ -101,7 +101,7 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
         else
             fail(spec.name, ": ", tensor.name, " is not optional, but absent_inputs=", absent_inputs, " leaves it out.");
     }
-    auto const none = [&](std::string const& dim) { // a size that an attribute says is 0
+    auto const none = [&](std::string const& dim) { // a size that an attribute sets to 0
         auto const known = mAttributes.find(dim);
         return known != mAttributes.end() && known->second.integer == 0;
     };
@@ -160,7 +160,7 @@ void Op::preload(Type activation) const
     call.take_attributes();
     Key const part = plan_of(*mSpec).key(call);
     int const architecture = current_architecture();
-    Archive::get().find(mSpec->name, mSpec->version, architecture, part); // at least one
+    Archive::get().find(mSpec->name, mSpec->version, architecture, part); // throws if there is none
     for (Variant const* variant : Archive::get().all(mSpec->name, mSpec->version, part))
         if (runs_on(variant->architecture, architecture))
             for (auto const& [name, kernel] : variant->kernels)

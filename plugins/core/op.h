@@ -1,5 +1,5 @@
-// One op instance: its attributes, the check of its tensors, and the launches for their shapes. Knows no op by name: what to launch
-// comes from the plan in the archive.
+// One op instance: its attributes, the check of its tensors, and the launches for their shapes. It has no code for particular ops:
+// launches come from the plan in the archive.
 #pragma once
 
 #include "call.h"
@@ -13,21 +13,21 @@
 namespace still
 {
 
-// The attribute that says how rows of keys and values are kept. Graphs have it where they are in 8 bits alone.
+// The attribute for the storage of key and value rows. Graphs have it only for 8-bit rows.
 constexpr char kCache[] = "cache";
-// A dimension of rows in 8 bits: four codes are a word.
+// Suffix of a dimension of 8-bit rows: a word has four codes.
 constexpr char kWords[] = "/4";
 constexpr int64_t kCodesOfWord = 4;
 
 class Op
 {
 public:
-    // `attributes` may leave out any; `absent_inputs` has bit i set where the spec's input i is not passed. Of states that only rows in
-    // 8 bits have it need not say so.
+    // Missing `attributes` have defaults. Bit i of `absent_inputs`: the spec's input i is not passed. States that exist only with 8-bit
+    // rows need no bit.
     // Throws still::Error for an unknown name or value, or an absent input that is not optional.
     Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs);
 
-    // A copy is not prepared: two contexts must not share persistent memory.
+    // A copy is not prepared, since two contexts must not share persistent memory.
     Op(Op const& other) : Op(*other.mSpec, other.mAttributes, other.mAbsent) {}
     Op(Op&&) = default;
     Op& operator=(Op const&) = delete;
@@ -38,40 +38,40 @@ public:
     std::map<std::string, AttributeValue> const& attributes() const { return mAttributes; }
     uint64_t absent_inputs() const { return mAbsent; }
 
-    // Inputs and outputs that exist, in order.
+    // Existing inputs and outputs, in order.
     std::vector<TensorSpec const*> const& inputs() const { return mInputs; }
     std::vector<TensorSpec const*> const& outputs() const { return mOutputs; }
 
-    // Checks the inputs and gives the outputs. Throws still::Error naming op, tensor, what was expected and what came.
+    // Checks the inputs and returns the outputs. Throws still::Error with op, tensor, expected and actual value.
     std::vector<Tensor> infer(std::vector<Tensor> const& inputs) const;
 
-    // What `infer` learns, for hosts whose kernels want the sizes; throws as it does.
+    // The call that `infer` checks, for hosts that need its sizes; throws likewise.
     Call bind(std::vector<Tensor> const& inputs) const;
 
-    // Bytes that any call with at most these sizes needs. Needs no GPU.
+    // Bytes of workspace for any call with at most these sizes. Needs no GPU.
     size_t workspace_bytes(std::vector<Tensor> const& largest) const;
 
-    // The launches for these shapes; loads their modules into the current context. Not for a stream under capture.
+    // The launches for these shapes; loads their modules into the current context. Not on a stream under capture.
     Launches launches(std::vector<Tensor> const& inputs) const;
 
-    // Evaluates the launches for these shapes, and keeps them with the memory that they need between calls.
+    // Evaluates the launches for these shapes, and stores them with their persistent memory.
     void prepare(std::vector<Tensor> const& inputs);
 
-    // Loads into the current context every kernel that may serve this op, as far as attributes and `activation` (kNone: any)
-    // tell; for hosts that learn the shapes only when they launch. Throws still::Error where no kernel can, saying what there is.
+    // Loads into the current context every kernel that may serve this op, by its attributes and `activation` (kNone: any). For hosts that
+    // know the shapes only at launch. Throws still::Error if there is no kernel, with a list of what exists.
     void preload(Type activation) const;
 
-    // True when prepare() was last called with these shapes.
+    // Whether prepare() was last called with these shapes.
     bool prepared(std::vector<Tensor> const& inputs) const { return mLaunches && mPrepared == inputs; }
 
-    // Launches what was prepared; only launches, so it may be captured. Pointers in the order of inputs() and outputs().
+    // Runs the prepared launches and nothing else, so it may be captured. Pointers in the order of inputs() and outputs().
     void launch(void const* const* inputs, void* const* outputs, void* workspace, void* stream) const;
 
 private:
     OpSpec const* mSpec;
     std::map<std::string, AttributeValue> mAttributes;
     uint64_t mAbsent;
-    std::shared_ptr<std::vector<TensorSpec> const> mOwn; // inputs, then outputs, as this op has them
+    std::shared_ptr<std::vector<TensorSpec> const> mOwn; // existing inputs, then outputs
     std::vector<TensorSpec const*> mInputs;
     std::vector<TensorSpec const*> mOutputs;
     std::vector<Tensor> mPrepared;

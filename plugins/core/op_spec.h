@@ -1,4 +1,4 @@
-// What an op is: names, shapes, types and attributes. The values come from the spec.py of each op's folder.
+// Specification of an op: names, shapes, types and attributes. The values come from the spec.py of each op's folder.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace still
 {
 
-enum class ElementType { kActivation, kFloat32, kInteger, kInt32 }; // kInteger: counts, of 32 or 64 bits as the host has them
+enum class ElementType { kActivation, kFloat32, kInteger, kInt32 }; // kInteger: counts, 32 or 64 bits depending on the host
 enum class AttributeKind { kInteger, kFloat, kString };
 
 struct TensorSpec
@@ -16,11 +16,11 @@ struct TensorSpec
     std::string name;
     std::vector<std::string> shape; // symbols ("B") or integer attributes, multiples or parts of one ("2*C", "D/4"), numbers
     ElementType type;
-    bool weight; // a dimension of 1 stands for all heads
+    bool weight; // a dimension of 1 is shared by all heads
     bool state;
     bool optional;
-    bool narrow = false; // may be float16 beside float32 activations, where the kernel reads it so
-    bool of_codes = false; // a state that the op has where `cache` is int8 alone
+    bool narrow = false; // may be float16 with float32 activations, if the kernel supports it
+    bool of_codes = false; // a state that exists only if `cache` is int8
 };
 
 struct AttributeSpec
@@ -46,7 +46,7 @@ struct OpSpec
 // Every op of this library; CMake writes the list (../CMakeLists.txt).
 std::vector<OpSpec> const& op_specs();
 
-// The op called `name`; throws still::Error listing the known ones.
+// The op `name`; throws still::Error that lists the known ones.
 OpSpec const& op_spec(std::string const& name);
 
 } // namespace still

@@ -185,7 +185,7 @@ size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
     for (Expression const& expression : mMeasured)
     {
         int64_t const row_tokens = expression.integer(environment);
-        // Parts of a call may be split by its rows, so that fewer of them need more.
+        // A plan may split a call by its rows, so that fewer rows need more workspace.
         for (int64_t rows = 1; row_tokens >= 1 && row_tokens <= tokens && rows <= batch; ++rows)
             measure(rows, row_tokens, times(rows, row_tokens));
     }
@@ -196,7 +196,7 @@ size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
 Arguments Plan::arguments(Call const& call, Environment const& environment, Launches& made) const
 {
     Arguments names;
-    // The kernels work in place on the present state. An input goes before a state of its name.
+    // The kernels update the present state in place. An input has priority over a state with its name.
     for (TensorSpec const& output : mSpec->outputs)
     {
         names[output.name] = find(*call.outputs, output.name, Argument::Kind::kOutput);

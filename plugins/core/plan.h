@@ -1,4 +1,4 @@
-// A launch plan: what a call of one op launches, as the archive's index carries it. docs/reference/plan.md has its parts.
+// A launch plan: the launches of one op's call, from the archive's index; see docs/reference/plan.md for its parts.
 #pragma once
 
 #include "expression.h"
@@ -21,16 +21,16 @@ public:
     // Reads and checks the plan of `spec`; `source` names the archive in errors.
     Plan(Json const& data, OpSpec const& spec, std::string const& source);
 
-    // Throws still::Error where no kernel covers the call, whatever the archive holds.
+    // Throws still::Error if no kernel covers the call in any archive.
     void check(Call const& call) const;
 
-    // Key of the archive's variant; of a call whose sizes or types are not known yet, the part that is.
+    // Key of the archive's variant; without properties that depend on unknown sizes or types.
     Key key(Call const& call) const;
 
     // Bytes of workspace for any call whose sizes are at most these.
     size_t workspace_bytes(Call const& largest, Variant const& variant) const;
 
-    // What this call launches; loads the modules. A state whose present buffer is not its past one is copied first.
+    // The launches of this call; loads the modules. A state with different past and present buffers is copied first.
     Launches launches(Call const& call, Variant const& variant) const;
 
     bool operator==(Plan const& other) const { return mText == other.mText; }
@@ -69,7 +69,7 @@ private:
         enum class Kind { kLaunch, kLet, kLoop, kBranch };
         Kind kind{};
         std::string name; // of the kernel
-        size_t slot{};    // of the name that let or loop gives
+        size_t slot{};    // of the name that let or loop defines
         std::vector<Expression> values; // launch: grid; let: value; loop: start, stop, step; branch: condition
         std::vector<std::pair<std::string, Expression>> arguments;
         std::vector<Step> body;
@@ -86,7 +86,7 @@ private:
     void steps(std::vector<Step> const& steps, Run& run) const;
 
     OpSpec const* mSpec;
-    std::string mText; // of the data, to compare
+    std::string mText; // of the data, for comparison
     size_t mSlots{};
     std::map<size_t, Leaf> mLeaves;
     std::map<std::string, Expression> mKey;

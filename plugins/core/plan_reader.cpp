@@ -1,4 +1,4 @@
-// Plans from JSON. What an archive says is checked here, so that running a plan can only fail by its numbers.
+// Reads plans from JSON. All checks of an archive's content are here; running a plan can only fail by its numbers.
 #include "error.h"
 #include "json.h"
 #include "plan.h"
@@ -9,7 +9,7 @@ namespace
 {
 
 constexpr int kMaxNesting = 8;
-constexpr size_t kMaxSteps = 4096;   // as written
+constexpr size_t kMaxSteps = 4096;   // in the source, loops not unrolled
 constexpr size_t kMaxEntries = 1024; // of one list
 constexpr size_t kMaxArguments = 64; // of one launch
 
@@ -112,7 +112,7 @@ std::vector<Plan::Step> Plan::Reader::steps(Json const& data, int depth)
     if (depth > kMaxNesting)
         mScope.refuse("steps are nested deeper than the library takes");
     std::vector<Step> result;
-    std::vector<std::string> names; // that this body gives
+    std::vector<std::string> names; // defined by this body
     for (Json const& item : limited(items_of(data)))
     {
         if (++mSteps > kMaxSteps)
@@ -158,7 +158,7 @@ void Plan::Reader::launch(Json const& data, Step& step)
     for (Json const& size : items_of(data.at("grid")))
         step.values.push_back(integer(size));
     if (step.values.size() != 3)
-        mScope.refuse("the grid of " + step.name + " has no three dimensions");
+        mScope.refuse("the grid of " + step.name + " needs three dimensions");
     for (auto const& [name, value] : members_of(data.at("arguments")))
         step.arguments.emplace_back(name, integer(value));
     if (step.arguments.size() > kMaxArguments)

@@ -21,7 +21,7 @@ constexpr TypeSpec kTypes[] = {{"nothing", 0}, {"float32", 4}, {"float16", 2}, {
 TypeSpec const& spec_of(Type type)
 {
     auto const place = static_cast<size_t>(type);
-    return kTypes[place < std::size(kTypes) ? place : 0]; // hosts of the C ABI may give any number
+    return kTypes[place < std::size(kTypes) ? place : 0]; // hosts of the C ABI may pass any number
 }
 
 } // namespace

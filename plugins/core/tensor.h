@@ -1,4 +1,4 @@
-// Type and shape of a tensor, as every adapter hands them to the core.
+// Type and shape of a tensor, as adapters pass them to the core.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace still
 
 constexpr int kMaxRank = 8;
 
-// The largest dimension: sums and products with a few others stay far from the end of 64 bits.
+// Largest dimension; sums and products with a few others do not overflow 64 bits.
 constexpr int64_t kMaxSize = int64_t{1} << 40;
 
 // Values are part of the C ABI.
@@ -27,10 +27,10 @@ struct Tensor
 
     bool operator==(Tensor const& other) const;
     std::string shape() const; // "[2, 64]"
-    size_t bytes() const;      // throws still::Error where 64 bits do not count them
+    size_t bytes() const;      // throws still::Error if 64 bits overflow
 };
 
-// Throws still::Error for more dimensions than kMaxRank, naming the tensor by `what`. A negative dimension is one not known yet.
+// Throws still::Error for more dimensions than kMaxRank, with the tensor's name `what`. A negative dimension is unknown.
 template <typename Size>
 Tensor make_tensor(Type type, Size const* dims, int64_t rank, std::string const& what);
 

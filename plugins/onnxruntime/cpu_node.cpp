@@ -1,4 +1,4 @@
-// A node on the CPU provider: the kernels of ../cpu in ONNX Runtime's threads and memory.
+// A node on the CPU provider: the kernels of ../cpu with ONNX Runtime's threads and memory.
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -11,7 +11,7 @@ namespace still_ort
 namespace
 {
 
-// A call as the kernel sees it.
+// ONNX Runtime's call, for the kernel.
 class OrtCall : public still_cpu::HostCall
 {
 public:
@@ -24,7 +24,7 @@ public:
 
     void run(void (*task)(void*, size_t), size_t total, void* data) override
     {
-        // The status can only tell of a missing thread pool; the tasks are then run here.
+        // The only possible failure is a missing thread pool; the tasks then run here.
         if (OrtStatus* const status = g_api->KernelContext_ParallelFor(context_, task, total, 0, data))
         {
             g_api->ReleaseStatus(status);
@@ -59,7 +59,7 @@ private:
     {
         if (!inputs_.values[past])
             return nullptr;
-        // Places count absent inputs, tensors do not.
+        // Indices count absent inputs, tensors do not.
         auto const skipped = static_cast<size_t>(__builtin_popcountll(absent_ & ((uint64_t{1} << past) - 1)));
         still::Tensor const& tensor = tensors[past - skipped];
         if (joined_)
@@ -71,7 +71,7 @@ private:
         return to;
     }
 
-    // A state within the joined present, which is made of the past by the first that asks.
+    // A state in the joined present tensor, which the first access copies from the past.
     void* joined(JoinedStates::Place const& place, size_t element_bytes)
     {
         void*& base = presents_[place.tensor];
@@ -94,7 +94,7 @@ private:
     std::shared_ptr<void> scratch_;
 };
 
-// STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
+// STILL_CPU=baseline and the like select an older instruction set, for tests.
 int chosen_set()
 {
     char const* const asked = std::getenv("STILL_CPU");

@@ -1,4 +1,4 @@
-// A node on the CUDA provider: launches of the core on ONNX Runtime's stream, in its memory.
+// A node on the CUDA provider: the core's launches on ONNX Runtime's stream, in its memory.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -14,10 +14,10 @@ namespace still_ort
 namespace
 {
 
-constexpr size_t kRemembered = 8; // kinds of calls: prefill and decode, at some sizes of the state
+constexpr size_t kRemembered = 8; // kinds of calls: prefill and decode, at some state sizes
 constexpr uintptr_t kAlignment = 16;
 
-// What a call of given shapes launches and gives.
+// Launches and outputs for given shapes.
 struct Prepared
 {
     std::vector<still::Tensor> inputs;
@@ -34,7 +34,7 @@ public:
             places_.push_back(static_cast<size_t>(
                 std::find_if(spec.outputs.begin(), spec.outputs.end(), [&](auto const& o) { return o.name == output->name; })
                 - spec.outputs.begin()));
-        op_.preload(activation); // a CUDA graph must not see a module load; and what has no kernel here is refused at once
+        op_.preload(activation); // before any CUDA graph captures; also refuses an op without kernels
         OrtAllocator* allocator;
         check(g_api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator));
         allocator_.reset(allocator);
@@ -57,7 +57,7 @@ public:
         void* workspace;
         check(g_api->AllocatorGetInfo(allocator_.get(), &where));
         check(g_api->KernelContext_GetScratchBuffer(context, where, call->launches.workspace_bytes, &workspace)); // null for 0 bytes
-        // Given back when the launches are on the stream: the provider's arena then gives it to no other one.
+        // Freed as soon as the launches are on the stream; the provider's arena then reuses it only on this stream.
         auto const give_back = [this](void* data) { allocator_->Free(allocator_.get(), data); };
         std::unique_ptr<void, decltype(give_back)> const scratch(workspace, give_back);
         still::CuDevicePtr const zeroed = call->launches.persistent_bytes ? persistent(stream, call->launches.persistent_bytes) : 0;
@@ -65,7 +65,7 @@ public:
     }
 
 private:
-    // Steps are alike, and a session may be run from several threads.
+    // Cached, since steps are alike; several threads may run a session.
     std::shared_ptr<Prepared const> prepared(std::vector<still::Tensor> const& tensors)
     {
         std::lock_guard<std::mutex> const lock(mutex_);
@@ -77,7 +77,7 @@ private:
         return known_.emplace_front(std::make_shared<Prepared const>(Prepared{tensors, op_.infer(tensors), op_.launches(tensors)}));
     }
 
-    // Memory that every launch leaves zero. Two streams must not share it; and it stays where it is, for CUDA graphs hold its address.
+    // Memory that every launch leaves zero. Two streams must not share it, and its address is constant, because CUDA graphs store it.
     still::CuDevicePtr persistent(void* stream, size_t size)
     {
         std::lock_guard<std::mutex> const lock(mutex_);
@@ -95,7 +95,7 @@ private:
     }
 
     still::Op op_;
-    std::vector<size_t> places_; // of the outputs that exist, in the OpSpec
+    std::vector<size_t> places_; // of the existing outputs, in the OpSpec
     std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> allocator_{nullptr, g_api->ReleaseAllocator};
     std::mutex mutex_;
     std::deque<std::shared_ptr<Prepared const>> known_;                                // newest first

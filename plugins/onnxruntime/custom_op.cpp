@@ -1,5 +1,5 @@
-// The ops of the domain "still" as custom ops of ONNX Runtime: for the CPU in float32 and float16, and where the library holds kernels of
-// the GPU for the CUDA provider in float32, float16 and bfloat16.
+// The ops of the domain "still" as custom ops of ONNX Runtime: on CPUs in float32 and float16, and, if the library has GPU kernels, on the
+// CUDA provider in float32, float16 and bfloat16.
 #include <algorithm>
 #include <cstdio>
 #include <deque>
@@ -26,13 +26,13 @@ ONNXTensorElementDataType element_of(Type type)
     }
 }
 
-// An op for one provider, one type of activations, and one of the states that may be narrower; `joined`: with its states joined.
+// An op for one provider, one activation type, and one type of `narrow` states; `joined`: with joined states.
 struct Op : OrtCustomOp
 {
     still::OpSpec const& spec;
     Type activation;
     Type kept;
-    still_cpu::Entry const* entry; // null: for the CUDA provider
+    still_cpu::Entry const* entry; // null for the CUDA provider
     bool joined;
     std::string name;
     std::vector<still::TensorSpec> inputs, outputs;
@@ -59,7 +59,7 @@ struct Op : OrtCustomOp
         GetOutputType = [](OrtCustomOp const* op, size_t i) { return self(op).type(self(op).outputs[i]); };
         GetInputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).inputs[i]); };
         GetOutputCharacteristic = [](OrtCustomOp const* op, size_t i) { return need(self(op).outputs[i]); };
-        // All on the device, counts too: nothing is read back from it.
+        // Counts are on the device, too: nothing is read back.
         GetInputMemoryType = [](OrtCustomOp const*, size_t) { return OrtMemTypeDefault; };
         GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](OrtCustomOp const*) { return 0; };
         GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](OrtCustomOp const*) { return 0; };
@@ -96,7 +96,7 @@ struct Op : OrtCustomOp
         return tensor.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
     }
 
-    // Each output is shaped as the first input with the same symbols, joined states as their past.
+    // Each output has the shape of the first input with the same symbols; joined states have that of their past.
     void infer(OrtShapeInferContext* context) const
     {
         size_t given;
@@ -108,14 +108,14 @@ struct Op : OrtCustomOp
                 ++source;
             if (outputs[i].optional || source >= given)
                 continue;                    // may be absent
-            OrtTensorTypeAndShapeInfo* info; // stays the context's
+            OrtTensorTypeAndShapeInfo* info; // owned by the context
             check(g_api->ShapeInferContext_GetInputTypeShape(context, source, &info));
             check(g_api->ShapeInferContext_SetOutputTypeShape(context, i, info));
         }
     }
 };
 
-// Whether a node may have the op's states joined in two tensors; others have one state of a type, and need no joining.
+// Whether a node may have its states joined in two tensors; ops with states of one type need no joining.
 bool states_of_both_types(still::OpSpec const& spec)
 {
     auto const has = [&](still::ElementType type)
@@ -130,7 +130,7 @@ bool has_narrow(still::OpSpec const& spec)
 
 using Domain = std::unique_ptr<OrtCustomOpDomain, void (*)(OrtCustomOpDomain*)>;
 
-// The domain with every op, or `cpu_alone` with those that have kernels of the CPU; `ops` must stay where they are while it is used.
+// The domain with every op, or with those that have CPU kernels if `cpu_alone`; `ops` must not move while the domain is in use.
 Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
 {
     OrtCustomOpDomain* made;
@@ -150,7 +150,7 @@ Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
                     ops.emplace_back(spec, Type::kFloat32, kept, &entry, joined);
         }
     }
-    // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
+    // Every type, if there are kernels at all: an unsupported one is then refused by name instead of silently running on CPUs.
     for (still::OpSpec const& spec : still::op_specs())
         if (!cpu_alone && still::Archive::get().plan(spec.name, spec.version))
             for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
@@ -177,8 +177,8 @@ bool has_driver()
     }
 }
 
-// Whether a session has the CPU provider alone: a host says so, or there is no driver for another one. ONNX Runtime runs the body of a node
-// where an op of that name is not registered for any provider; one that is for the CUDA provider alone it does not load without that.
+// Whether a session has only the CPU provider: by the host's option, or because there is no driver. ONNX Runtime runs a node's function
+// body if no provider has an op of that name. A node whose op is registered only for the CUDA provider does not load without that provider.
 bool for_cpu(OrtSessionOptions const* options)
 {
     constexpr char kProvider[] = "still.provider";
@@ -193,7 +193,7 @@ bool for_cpu(OrtSessionOptions const* options)
     return std::string(value.c_str()) == "cpu";
 }
 
-// Whether packages run in this ONNX Runtime: older ones serve the API, and 1.23 ends by SIGSEGV in these ops.
+// Whether this ONNX Runtime is supported: older ones serve the API, and 1.23 crashes with SIGSEGV in these ops.
 bool new_enough(char const* version)
 {
     int major = 0, minor = 0;
@@ -216,7 +216,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(
         [&]
         {
-            static std::deque<Op> ops[2]; // they stay for the life of the process
+            static std::deque<Op> ops[2]; // live as long as the process
             static Domain const all = make_domain(ops[0], false), cpu = make_domain(ops[1], true);
             check(g_api->AddCustomOpDomain(options, (for_cpu(options) ? cpu : all).get()));
         });

@@ -13,7 +13,7 @@ namespace
 
 int64_t number(std::string const& text, still::OpSpec const& spec)
 {
-    constexpr size_t digits = 12; // no dimension has more, and products of a few stay in 64 bits
+    constexpr size_t digits = 12; // enough for any dimension; products of a few stay in 64 bits
     bool const fits = !text.empty() && text.size() <= digits && text.find_first_not_of("0123456789") == std::string::npos;
     if (!fits)
         still::fail(spec.name, ": states has the dimension \"", text, "\".");

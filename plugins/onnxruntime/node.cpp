@@ -9,7 +9,7 @@ namespace still_ort
 namespace
 {
 
-// ONNX Runtime knows no "absent": every failure to read an attribute means it.
+// ONNX Runtime has no status for an absent attribute: any failure to read one means that.
 bool found(OrtStatus* status)
 {
     if (status)
@@ -41,7 +41,7 @@ bool read(OrtKernelInfo const* info, still::AttributeSpec const& spec, still::At
     return true;
 }
 
-// Whether the node has the input; an optional one that is left out has an empty name.
+// Whether the node has the input; an omitted optional one has an empty name.
 bool has_input(OrtKernelInfo const* info, size_t place)
 {
     size_t count = 0;
@@ -79,7 +79,7 @@ still::Tensor tensor_of(OrtValue const* value, std::string const& name)
     check(g_api->GetDimensionsCount(info, &rank));
     if (rank <= still::kMaxRank)
         check(g_api->GetDimensions(info, dims, rank));
-    return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // refuses more
+    return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // throws for more dimensions
 }
 
 } // namespace
@@ -88,7 +88,7 @@ JoinedStates read_joined(still::OpSpec const& spec, OrtKernelInfo const* info)
 {
     still::AttributeValue value{still::AttributeKind::kString, 0, 0.0, {}};
     if (!read(info, {"states", still::AttributeKind::kString, 0, 0.0, "", {}}, value))
-        still::fail(spec.name, ": joined states, and no attribute states that says what they are.");
+        still::fail(spec.name, ": joined states need the attribute states, which is missing.");
     return {spec, value.text};
 }
 
@@ -119,7 +119,7 @@ Inputs::Inputs(still::Op const& op, OrtKernelContext const* context, JoinedState
     {
         check(g_api->KernelContext_GetInput(context, joined->first + i, &both[i]));
         if (!both[i])
-            still::fail(op.spec().name, ": the joined states are not there.");
+            still::fail(op.spec().name, ": the joined states are missing.");
         still::Tensor const tensor = tensor_of(both[i], "joined states");
         int64_t size = 1;
         for (int axis = 1; axis < tensor.rank; ++axis)

@@ -1,4 +1,4 @@
-// A node of a still op in ONNX Runtime: from its attributes and inputs to the core's Op and tensors, whatever provider runs it.
+// A still op's node in ONNX Runtime: converts attributes and inputs to the core's Op and tensors, for every provider.
 #pragma once
 
 #include <cstddef>
@@ -13,26 +13,26 @@
 namespace still_ort
 {
 
-// What the node's attribute `states` says of its joined states; throws still::Error where it is not there.
+// The node's attribute `states`; throws still::Error if it is missing.
 JoinedStates read_joined(still::OpSpec const& spec, OrtKernelInfo const* info);
 
-// The op of a node: its attributes, and which inputs it has. Throws still::Error for a value that is unknown.
+// The op of a node: its attributes and present inputs. Throws still::Error for an unknown value.
 still::Op read_op(still::OpSpec const& spec, OrtKernelInfo const* info, JoinedStates const* joined = nullptr);
 
 // The inputs of a call.
 struct Inputs
 {
-    std::vector<OrtValue const*> values; // by place in the OpSpec; null where absent; of a joined state the tensor that has it
-    std::vector<still::Tensor> tensors;  // of those that exist, in order
+    std::vector<OrtValue const*> values; // by index in the OpSpec; null if absent; for a joined state the tensor that contains it
+    std::vector<still::Tensor> tensors;  // of the existing ones, in order
     int64_t rows{};                      // B of joined states
 
     Inputs(still::Op const& op, OrtKernelContext const* context, JoinedStates const* joined = nullptr);
 };
 
-// The memory of an output, by its place in the OpSpec.
+// The memory of an output, by its index in the OpSpec.
 void* output_of(OrtKernelContext* context, size_t place, still::Tensor const& tensor);
 
-// The memory of an output that is shaped as an input.
+// The memory of an output with the shape of an input.
 void* like_of(OrtKernelContext* context, size_t place, OrtValue const* input);
 
 struct Node
@@ -41,7 +41,7 @@ struct Node
     virtual void compute(OrtKernelContext* context) = 0;
 };
 
-// These throw still::Error for a node that no kernel computes.
+// These throw still::Error for an unsupported node.
 std::unique_ptr<Node> make_cpu_node(
     still_cpu::Entry const& entry, still::OpSpec const& spec, OrtKernelInfo const* info, bool half, bool joined);
 std::unique_ptr<Node> make_cuda_node(still::OpSpec const& spec, OrtKernelInfo const* info, still::Type activation);

@@ -1,4 +1,4 @@
-// What of ONNX Runtime's C API the ops use, with exceptions for statuses.
+// The part of ONNX Runtime's C API that the ops use, with exceptions for statuses.
 #pragma once
 
 #include <exception>
@@ -13,15 +13,15 @@ static_assert(ORT_API_VERSION >= 18, "the headers are older than ONNX Runtime 1.
 namespace still_ort
 {
 
-// The oldest API with everything that is called here; later runtimes serve it too.
+// The oldest API with every function called here; later runtimes support it too.
 constexpr uint32_t kApiVersion = 18;
 
-// Of ONNX Runtime 1.x: as of LEAST_VERSION in still_export/runtime/ort_session.py.
+// Of ONNX Runtime 1.x, see LEAST_VERSION in still_export/runtime/ort_session.py.
 constexpr int kLeastMinor = 25;
 
 inline OrtApi const* g_api = nullptr;
 
-// A failed call of ONNX Runtime; its message.
+// A failed call of ONNX Runtime, with its message.
 struct Failed : std::runtime_error
 {
     using std::runtime_error::runtime_error;
@@ -36,7 +36,7 @@ inline void check(OrtStatus* status)
     throw Failed(message);
 }
 
-// Runs fn; an exception becomes the status that it is to the host.
+// Runs fn and converts an exception to the host's status.
 template <typename Function>
 OrtStatus* guarded(Function fn) noexcept
 {

@@ -31,11 +31,11 @@ class Logger final : public nvinfer1::ILogger
     }
 } sLogger;
 
-// A file's content without a copy of it: a plan may hold gigabytes, and some devices share one memory.
+// A mapped file: a plan may have gigabytes, and some devices share one memory with the host.
 class MappedFile
 {
 public:
-    // Throws when the file cannot be read or has not `bytes` bytes.
+    // Throws if the file cannot be read or its size differs from `bytes`.
     MappedFile(std::string const& path, int64_t bytes) : mData(MAP_FAILED), mBytes(static_cast<size_t>(bytes))
     {
         int const file = open(path.c_str(), O_RDONLY);
@@ -117,7 +117,7 @@ void Engine::open_tensorrt(std::string const& plugin)
 {
     std::string const version = text_of(mEntry.at("tensorrt"));
     int const major = std::atoi(version.c_str());
-    // A version-compatible plan brings its own runtime and the plugin library.
+    // A version-compatible plan contains its own runtime and the plugin library.
     bool const compatible = mManifest.at("trt").at("version_compatible").get<bool>();
     if (compatible ? major > NV_TENSORRT_MAJOR : major != NV_TENSORRT_MAJOR)
         fail("the engine was built by TensorRT ", version, ", this program for TensorRT ", NV_TENSORRT_MAJOR, ". Build still_run with its headers.");
@@ -126,7 +126,7 @@ void Engine::open_tensorrt(std::string const& plugin)
     void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_GLOBAL);
     if (!library)
         fail(name, " cannot be opened. Install TensorRT ", version, ", or name its folder in LD_LIBRARY_PATH.");
-    // The variant that registers itself: this program is a host that only opens it.
+    // The variant that registers itself, because this program only opens it.
     std::string const own = "libstill_tensorrt" + generation + "_static.so";
     std::string const path = plugin.empty() ? inside(mFolder, own) : plugin;
     if (!compatible && plugin.empty())
@@ -169,7 +169,7 @@ void Engine::make_contexts()
         auto& context = mContexts[profile];
         if (!context)
             fail("TensorRT made no execution context; its reason stands above.");
-        // One scratch memory for both: they never run at the same time.
+        // One scratch memory for both, which never run at the same time.
 #if NV_TENSORRT_MAJOR >= 10
         context->setDeviceMemoryV2(reinterpret_cast<void*>(mScratch->address()), static_cast<int64_t>(mScratch->bytes()));
 #else
@@ -241,12 +241,12 @@ void Engine::bind(Profile profile, int64_t tokens)
     for (State const& state : mStates)
     {
         std::string const& name = state.name;
-        void* const address = reinterpret_cast<void*>(mBuffers.at(name)->address()); // past and present are one buffer
+        void* const address = reinterpret_cast<void*>(mBuffers.at(name)->address()); // past and present share a buffer
         good = good && context.setInputShape(("past_" + name).c_str(), dims(state)) && context.setTensorAddress(("past_" + name).c_str(), address)
             && context.setTensorAddress(("present_" + name).c_str(), address);
     }
     if (!good)
-        fail("the engine does not take a call of ", tokens, " tokens; TensorRT's reason stands above.");
+        fail("the engine rejected a call of ", tokens, " tokens; TensorRT's reason stands above.");
     mBound[profile] = tokens;
 }
 
@@ -298,7 +298,7 @@ int32_t Engine::prefill(std::vector<int32_t> const& prompt)
 
 void Engine::capture()
 {
-    // Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
+    // Load modules and tactics before the capture; a step of 0 tokens changes no state.
     int32_t const token = next_token();
     write("past_length", {mLength});
     write("new_tokens", {0});

@@ -1,4 +1,4 @@
-// A package's engine with its state on the GPU: prefill in pieces, greedy decode replayed from a CUDA graph.
+// A package's engine with its state on the GPU: prefill in pieces, greedy decode by replaying a CUDA graph.
 #pragma once
 
 #include "../core/driver.h"
@@ -18,17 +18,17 @@ namespace still
 class Engine
 {
 public:
-    // Opens the package's engine and plugin. Throws still::Error saying what is missing or does not fit this machine.
+    // Opens the package's engine and plugin. Throws still::Error if something is missing or does not fit this machine.
     // `trust`: the user trusts the package's engine and plugin, even if this machine did not build them.
     Engine(std::string const& folder, std::string const& plugin, int device, bool trust);
 
-    // Forgets everything; room for `tokens` tokens. Throws when the package's capacity is smaller.
+    // Resets the state, with room for `tokens` tokens. Throws if the package's capacity is smaller.
     void start(int64_t tokens);
 
-    // Feeds a prompt in pieces; the greedy token that follows.
+    // Feeds a prompt in pieces and returns the next greedy token.
     int32_t prefill(std::vector<int32_t> const& prompt);
 
-    // The greedy token that follows the last one.
+    // Returns the greedy token after the last one.
     int32_t step();
 
     size_t state_bytes() const;
@@ -45,7 +45,7 @@ private:
     void run(Profile profile, int64_t tokens);
     void write(std::string const& name, std::vector<int32_t> const& values);
     int32_t next_token();
-    size_t most_rows() const; // of logits that a call gives
+    size_t most_rows() const; // most logits rows of a call
     void capture();
 
     std::string mFolder;

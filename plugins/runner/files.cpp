@@ -22,7 +22,7 @@ using Digest = std::array<unsigned char, 32>;
 
 uint32_t turned(uint32_t x, int by) { return x >> by | x << (32 - by); }
 
-// The fractional parts of roots of the first primes, as the standard (FIPS 180-4) has them.
+// The fractional parts of cube roots of the first primes (FIPS 180-4).
 constexpr uint32_t kRounds[64] = {0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98,
     0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc,
     0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351,
@@ -74,7 +74,7 @@ Digest plain_sha256(unsigned char const* data, size_t bytes)
     return digest;
 }
 
-// The user's list: the same that still-export writes (still_export/package/trust.py).
+// The user's list of trusted files, also written by still-export (still_export/package/trust.py).
 std::string list_path()
 {
     char const* const config = std::getenv("XDG_CONFIG_HOME");
@@ -126,7 +126,7 @@ std::string sha256(void const* data, size_t bytes)
 {
     using Function = unsigned char* (*) (unsigned char const*, size_t, unsigned char*);
     Digest digest;
-    // OpenSSL's uses the processor's own instructions, where it is on this machine: engines have gigabytes.
+    // OpenSSL, if installed, uses the processor's SHA instructions; engines have gigabytes.
     static void* const library = dlopen("libcrypto.so.3", RTLD_NOW | RTLD_LOCAL);
     auto const function = library ? reinterpret_cast<Function>(dlsym(library, "SHA256")) : nullptr;
     auto const* const begin = static_cast<unsigned char const*>(data);

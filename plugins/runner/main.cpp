@@ -116,7 +116,7 @@ void run(Options const& options)
     for (still::Json const& item : still::items_of(engine.manifest().at("eos_token_ids")))
         stops.insert(still::integer_of(item));
 
-    engine.start(static_cast<int64_t>(prompt.size()) + options.tokens - 1); // the last one is not fed
+    engine.start(static_cast<int64_t>(prompt.size()) + options.tokens - 1); // the last token is not fed
     double const begin = seconds();
     std::vector<int32_t> tokens{engine.prefill(prompt)};
     double const first = seconds();
@@ -129,7 +129,7 @@ void run(Options const& options)
         tokens.push_back(engine.step());
     }
     std::fputs("\n", stdout);
-    std::fflush(stdout); // before the timings, where both go to one file
+    std::fflush(stdout); // before the timings, in case both go to one file
     double const spent = seconds() - first;
     std::fprintf(stderr, "[%zu prompt tokens, first token after %.4f s, %.1f tokens/s, state %.1f MiB]\n", prompt.size(), first - begin,
         spent > 0 ? static_cast<double>(tokens.size() - 1) / spent : 0.0, static_cast<double>(engine.state_bytes()) / (1 << 20));

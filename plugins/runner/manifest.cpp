@@ -17,7 +17,7 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMostTokens = int64_t{1} << 40;
 constexpr size_t kMostDimensions = 8;
 
-// A value that this program reads, with its place for messages.
+// A value that this program reads, with its path for messages.
 class Field
 {
 public:

@@ -1,4 +1,4 @@
-// A package's manifest.json: every field that still_run reads, checked once before anything is made of it. All others Python checks.
+// A package's manifest.json: checks every field that still_run reads before use. Python checks the others.
 #pragma once
 
 #include "../core/json.h"
@@ -8,10 +8,10 @@
 namespace still
 {
 
-// The manifest of the package in `folder`. Throws still::Error naming the file and the field that is not what it must be.
+// The manifest of the package in `folder`. Throws still::Error with the file and the invalid field.
 Json read_manifest(std::string const& folder);
 
-// The same of a file's content; `source` names the file.
+// The same for a file's content; `source` names the file.
 Json parse_manifest(std::string_view text, std::string const& source);
 
 } // namespace still

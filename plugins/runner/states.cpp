@@ -9,7 +9,7 @@ namespace still
 namespace
 {
 
-constexpr int64_t kLargest = int64_t{1} << 31; // of rows
+constexpr int64_t kLargest = int64_t{1} << 31; // most rows
 
 } // namespace
 

@@ -62,7 +62,7 @@ Json read_fields(PluginFieldCollection const& fields)
         {
         case PluginFieldType::kINT32: values[field.name] = *static_cast<int32_t const*>(field.data); break;
         case PluginFieldType::kFLOAT32: values[field.name] = static_cast<double>(*static_cast<float const*>(field.data)); break;
-        // Strings come with or without a trailing NUL, depending on who made them.
+        // Strings may have a trailing NUL, depending on their source.
         case PluginFieldType::kCHAR: values[field.name] = std::string(text, strnlen(text, static_cast<size_t>(field.length))); break;
         default: values[field.name] = nullptr;
         }

@@ -66,7 +66,7 @@ nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs cons
     TensorSpec const& spec = *mOp.outputs()[static_cast<size_t>(index)];
     auto const first = static_cast<size_t>(first_activation());
     if (spec.shape == mOp.inputs()[first]->shape && (inputs[first].nbDims == 4 || joined(spec, inputs[first].nbDims)))
-        return inputs[first]; // heads side by side or not
+        return inputs[first]; // heads flattened or not
     std::vector<int32_t> ranks;
     for (size_t i = 0; i < mOp.inputs().size(); ++i)
         ranks.push_back(inputs[i].nbDims);
@@ -77,7 +77,7 @@ nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs cons
         auto const place = locate(spec.shape[axis], ranks);
         auto const stated = mOp.attributes().find(spec.shape[axis]);
         if (!place && stated == mOp.attributes().end())
-            fail(mOp.spec().name, ": no input tells the dimension ", spec.shape[axis], " of ", spec.name, ".");
+            fail(mOp.spec().name, ": no input has the dimension ", spec.shape[axis], " of ", spec.name, ".");
         shape.d[axis] = place ? inputs[place->first].d[place->second] : builder.constant(static_cast<int32_t>(stated->second.integer));
     }
     return shape;
@@ -86,7 +86,7 @@ nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs cons
 std::vector<Tensor> NodeOp::tensors(std::vector<Tensor> given) const
 {
     if (given.size() != mOp.inputs().size())
-        return given; // the op refuses that
+        return given; // the op refuses it
     std::vector<int32_t> ranks;
     for (Tensor const& tensor : given)
         ranks.push_back(tensor.rank);
@@ -135,7 +135,7 @@ void NodeOp::preload() const
 
 std::optional<std::pair<size_t, size_t>> NodeOp::locate(std::string const& symbol, std::vector<int32_t> const& ranks) const
 {
-    for (bool const weights : {false, true}) // those last: theirs may be 1 for all heads
+    for (bool const weights : {false, true}) // weights last: theirs may be 1 for all heads
     {
         for (size_t i = 0; i < mOp.inputs().size(); ++i)
         {

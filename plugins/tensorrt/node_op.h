@@ -1,4 +1,4 @@
-// The op of a node, as both TensorRT adapters use it: types, shapes and the tensors of a call.
+// The op of a node, for both TensorRT adapters: types, shapes and the tensors of a call.
 #pragma once
 
 #include "fields.h"
@@ -34,44 +34,44 @@ inline Tensor to_tensor(nvinfer1::DataType type, nvinfer1::Dims const& dims)
     return make_tensor(to_type(type), dims.d, dims.nbDims, "a plugin's tensor");
 }
 
-// The op of a node plus the type it insists on; made from the values of its fields.
+// The op of a node and its required type, made from the values of its fields.
 //
-// A tensor of activations may come with its last two dimensions as one, heads side by side: [B, T, H*D] is the same memory as
-// [B, T, H, D]. TensorRT 8.6 also tries a format for images where a layer's tensor has four dimensions, which doubles the build.
+// The last two dimensions of activations may be flattened: [B, T, H*D] is the same memory as [B, T, H, D]. TensorRT 8.6 also tries a format
+// for images if a layer's tensor has four dimensions, which doubles the build time.
 class NodeOp
 {
 public:
     NodeOp(OpSpec const& spec, nvinfer1::PluginFieldCollection const& fields);
-    NodeOp(OpSpec const& spec, std::string_view stored); // what an engine stores
+    NodeOp(OpSpec const& spec, std::string_view stored); // from an engine's stored text
 
     Op const& op() const { return mOp; }
     std::string const& activation_type() const { return mType; }
 
-    // True when tensor `position` (inputs, then outputs) may have this type, given that of the first activation.
+    // Whether tensor `position` (inputs, then outputs) may have this type, with that of the first activation.
     bool accepts(int32_t position, nvinfer1::DataType type, nvinfer1::DataType activation) const;
 
-    // The input that tells the activations' type.
+    // The input that defines the activations' type.
     int32_t first_activation() const;
 
     nvinfer1::DataType output_type(int32_t index, nvinfer1::DataType const* inputs) const;
 
-    // Every output dimension is a dimension of some input, as the OpSpec's symbols say, or an attribute.
+    // Every output dimension is an attribute, or a dimension of some input by the OpSpec's symbols.
     nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const;
 
-    // The inputs as the op knows them: heads that lie side by side are told apart.
+    // The inputs in the op's shapes: flattened heads are split.
     std::vector<Tensor> tensors(std::vector<Tensor> given) const;
     std::vector<Tensor> tensors(nvinfer1::PluginTensorDesc const* inputs, int32_t count) const;
 
-    // Prepares for these shapes unless that was done.
+    // Prepares for these shapes unless already done.
     void prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count);
 
-    // Loads every kernel that the attributes leave possible; for hosts that tell the shapes only when they launch.
+    // Loads every kernel that may serve the attributes; for hosts that pass shapes only at launch.
     void preload() const;
 
 private:
     NodeOp(OpSpec const& spec, Json const& values);
 
-    // Input and axis that have the dimension `symbol` alone; `ranks` of the inputs.
+    // Input and axis whose dimension is exactly `symbol`; `ranks` of the inputs.
     std::optional<std::pair<size_t, size_t>> locate(std::string const& symbol, std::vector<int32_t> const& ranks) const;
 
     Op mOp;

@@ -1,4 +1,4 @@
-// TensorRT 8.6 (JetPack 6.0, DRIVE): IPluginV2DynamicExt over the core. Nothing of TensorRT is linked; load the library with the
+// TensorRT 8.6 (JetPack 6.0, DRIVE): IPluginV2DynamicExt over the core. TensorRT is not linked: load the library with the
 // plugin registry's load_library, or build the static-registration variant for hosts that only dlopen.
 #include "register.h"
 
@@ -57,7 +57,7 @@ public:
         });
     }
 
-    // Called while building (dimensions unknown) and by an execution context whose shapes changed (known): the moment to plan.
+    // Called while building (dimensions unknown) and when shapes of an execution context change (known), which prepares the launches.
     void configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*, int32_t) noexcept override
     {
         std::vector<PluginTensorDesc> descs;
@@ -79,7 +79,7 @@ public:
         return logged(size_t{0}, [&] { return mNode.op().workspace_bytes(mNode.tensors(inputs, count)); });
     }
 
-    // The shapes are not known here yet; what the attributes alone decide is loaded, so that enqueue never loads a module.
+    // Shapes are unknown here. Load everything that the attributes allow, so that enqueue never loads a module.
     int32_t initialize() noexcept override
     {
         return logged(1, [&] {
@@ -94,7 +94,7 @@ public:
         void* workspace, cudaStream_t stream) noexcept override
     {
         return logged(1, [&] {
-            mNode.prepare(descs, static_cast<int32_t>(mNode.op().inputs().size())); // no work when configurePlugin has done it
+            mNode.prepare(descs, static_cast<int32_t>(mNode.op().inputs().size())); // does nothing after configurePlugin
             mNode.op().launch(inputs, outputs, workspace, stream);
             return 0;
         });

@@ -1,4 +1,4 @@
-// TensorRT 10.3 to 11: IPluginV3 over the core. Nothing of TensorRT is linked; load the library with the plugin registry's
+// TensorRT 10.3 to 11: IPluginV3 over the core. TensorRT is not linked: load the library with the plugin registry's
 // load_library, trtexec's --dynamicPlugins, or build the static-registration variant for hosts that only dlopen.
 #include "register.h"
 
@@ -39,7 +39,7 @@ public:
     int32_t configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*, int32_t) noexcept override
     {
         return logged(1, [&] {
-            mNode.op().infer(largest(inputs, count)); // refuse an unfit graph while building
+            mNode.op().infer(largest(inputs, count)); // refuse an invalid graph while building
             return 0;
         });
     }
@@ -80,7 +80,7 @@ public:
         return logged(size_t{0}, [&] { return mNode.op().workspace_bytes(largest(inputs, count)); });
     }
 
-    // Declaring the state as aliased makes TensorRT copy it once more per layer (seen in TensorRT-Edge-LLM); runners bind past
+    // If the state is declared as aliased, TensorRT copies it once more per layer (seen in TensorRT-Edge-LLM). Runners bind past
     // and present to one address instead, which the kernels allow.
     int32_t getAliasedInput(int32_t) noexcept override { return -1; }
 

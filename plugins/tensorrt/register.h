@@ -1,4 +1,4 @@
-// What plugin libraries share: where what goes wrong is said, as plugins throw nothing; the creators of all ops; exported symbols; and
+// Shared parts of plugin libraries: logging of errors, since plugins throw nothing; the creators of all ops; exported symbols; and
 // registration at load for hosts that only dlopen a library.
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace still
 {
 
-// Set through setLoggerFinder by a host that loads the library as a plugin library.
+// A host that loads the library as a plugin library sets it through setLoggerFinder.
 inline nvinfer1::ILoggerFinder*& logger_finder()
 {
     static nvinfer1::ILoggerFinder* finder = nullptr;
@@ -71,7 +71,7 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return &mFields; }
 
 protected:
-    // What `make` makes of a node of these fields, or of what an engine stores of it; null after saying why not.
+    // The plugin that `make` makes from a node's fields or an engine's stored ones; null after logging an error.
     template <class Plugin, class Source, class Make> Plugin* made(char const* node, Source const& from, Make const& make) const noexcept
     {
         return logged(static_cast<Plugin*>(nullptr), [&]() -> Plugin* {
@@ -93,7 +93,7 @@ private:
     nvinfer1::PluginFieldCollection mFields;
 };
 
-// A creator for each op, as TensorRT's interface. They are made once and never freed: its registry keeps their addresses.
+// A creator for each op, through TensorRT's interface. They are never freed, because its registry stores their addresses.
 template <class Interface, class Creator> std::vector<Interface*> const& creators_of_ops()
 {
     static auto const* const made = [] {
@@ -113,7 +113,7 @@ template <class Interface, class Creator> std::vector<Interface*> const& creator
     }
 
 // TensorRT's registry in this process, found by name: linking libnvinfer would tie the library to one file name of it.
-// Polygraphy opens plugins before it opens TensorRT, which is opened here then; TensorRT's own users find the same library loaded.
+// Polygraphy opens plugins before TensorRT, which is then opened here; TensorRT's own users find the same library loaded.
 inline nvinfer1::IPluginRegistry* plugin_registry()
 {
     constexpr char symbol[] = "getPluginRegistry";

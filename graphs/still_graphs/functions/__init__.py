@@ -1,6 +1,6 @@
-"""Function bodies of the ops in standard ONNX ops.
+"""Function bodies of the ops, in standard ONNX ops.
 
-A body is written for one combination of attributes, present optional inputs and element type; `function_body` finds the writer by
+A body is written for one combination of attributes, present optional inputs and element type. `function_body` finds the writer by
 the op's name.
 """
 
@@ -20,7 +20,7 @@ from still_graphs.ops import FUSED_OPSET, OPS
 OPSETS = (23, 24, FUSED_OPSET)
 """Opsets of ai.onnx that bodies are written for."""
 FUSED_DOMAIN = "com.microsoft"
-"""Where ONNX Runtime has the ops that some bodies can stand around, before ai.onnx's opset FUSED_OPSET."""
+"""Domain of ONNX Runtime's own ops. Some bodies use them below ai.onnx opset FUSED_OPSET."""
 
 
 def function_body(
@@ -37,10 +37,10 @@ def function_body(
     Args:
         node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
-        opset: Of ai.onnx in the body.
-        kept: Element type of what may be narrower; 0: that of the activations.
+        opset: Opset of ai.onnx in the body.
+        kept: Element type of `narrow` inputs and states; 0: the activations' type.
         dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
-        onnxruntime: ONNX Runtime's own ops may stand in the body, where it has kernels for them.
+        onnxruntime: The body may use ONNX Runtime's own ops, where it has kernels for them.
 
     Returns:
         A function with the node's domain, name and `overload`.
@@ -79,8 +79,8 @@ def function_body(
 
 
 def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: int) -> None:
-    """Let what may be narrower come in, and states go out, as `kept`: cast whole around the body, which is for every runtime and is
-    not fast; kernels read the type itself."""
+    """Add casts around the body, so that `narrow` inputs and states have type `kept`. Whole tensors are cast, which is slow; kernels read
+    `kept` directly."""
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
     weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}

@@ -1,4 +1,4 @@
-"""A small builder of ONNX nodes for function bodies: values are names, Python numbers become shared constants."""
+"""Builder of ONNX nodes for function bodies: values are names, Python numbers become shared constants."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Body:
     """How the body of an op is written.
 
     Args:
-        write: From a node, element type, opset and dims; see `still_graphs.functions.function_body`.
-        symbols: Those of `dims` that it needs.
-        fused: Writes a body around the op that other domains have.
-        runtime: Writes one around an op of ONNX Runtime alone, or around kernels of its own for parts of it; None where it has none
-            for the node.
+        write: Writes the body from a node, element type, opset and dims; see `still_graphs.functions.function_body`.
+        symbols: Required keys of `dims`.
+        fused: Writes a body around a single op of another domain.
+        runtime: Writes a body for ONNX Runtime only, around its own ops or this project's kernels; returns None for nodes without one.
     """
 
     write: Writer
@@ -38,7 +37,7 @@ class Body:
 
 
 class Scope:
-    """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them."""
+    """Nodes of a function body or of one branch in it. Branches see the values of enclosing scopes."""
 
     def __init__(self, parent: Scope | None = None, prefix: str = "") -> None:
         self.parent, self.prefix = parent, prefix
@@ -56,7 +55,7 @@ class Scope:
     def constant(self, value: Any, dtype: str = "int64") -> str:
         """A constant of the scope, shared by equal value.
 
-        Each scope has its own: ONNX Runtime shares equal constants between layers, which common subexpressions need,
+        Scopes do not share constants. ONNX Runtime merges equal constants of all layers, which its common subexpression elimination needs,
         only where no branch uses them.
         """
         array = np.asarray(list(value) if isinstance(value, range) else value, dtype=dtype)
@@ -69,7 +68,7 @@ class Scope:
         return self._constants[key]
 
     def name(self, value: Value) -> str:
-        """The name of `value`, made a constant where it is a number."""
+        """The name of `value`; numbers become constants."""
         if value is None:
             return ""
         if isinstance(value, str):
@@ -85,11 +84,11 @@ class Scope:
         return self.shape(*value)
 
     def __call__(self, op_type: str, *inputs: Value, out: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output and return the output's name; an unnamed result that exists already is shared."""
+        """Add a node with one output and return the output's name. An equal node without a given name is reused."""
         return self.multi(op_type, *inputs, out=[out] if out else 1, **attributes)[0]
 
     def multi(self, op_type: str, *inputs: Value, out: int | Sequence[str], **attributes: Any) -> list[str]:
-        """Add a node with several outputs, named or counted; counted ones that exist already are shared."""
+        """Add a node with several outputs, named or counted. An equal node with counted outputs is reused."""
         names = [self.name(value) for value in inputs]
         if not isinstance(out, int):
             self.nodes.append(helper.make_node(op_type, names, list(out), **attributes))
@@ -103,7 +102,7 @@ class Scope:
         return known
 
     def _known(self, key: tuple[Any, ...]) -> list[str] | None:
-        """Outputs of an equal node in this scope or one around it."""
+        """Outputs of an equal node in this scope or an enclosing one."""
         found = self._values.get(key)
         return found if found is not None or self.parent is None else self.parent._known(key)
 
@@ -128,11 +127,11 @@ class Scope:
         return self("Cast", x, to=dtype, out=out)
 
     def wide(self, x: str, dtype: int) -> str:
-        """`x`, which has the element type `dtype`, as float32."""
+        """`x` of element type `dtype`, cast to float32."""
         return x if dtype == FLOAT else self.cast(x, FLOAT)
 
     def narrow(self, dtype: int, out: str, op_type: str, *inputs: Value) -> None:
-        """Add a node whose result, float32, is `out` in the element type `dtype`."""
+        """Add a node with a float32 result, and cast the result to `dtype` under the name `out`."""
         result = self(op_type, *inputs, out=out if dtype == FLOAT else None)
         if dtype != FLOAT:
             self.cast(result, dtype, out=out)
@@ -172,8 +171,8 @@ class Scope:
     ) -> onnx.FunctionProto:
         """The scope as the function of `node`, an op of `spec`, in the opsets `imports`.
 
-        Absent inputs and outputs get a use: ONNX Runtime derives a function's schema from its nodes. The uses are dead: an absent input
-        becomes an absent bound of a Clip whose result nobody reads, on the input `shared`, a small one of integers.
+        Absent inputs and outputs get a dead use, because ONNX Runtime derives a function's schema from its nodes. An absent input becomes
+        an absent bound of a Clip of `shared`, a small integer input; nothing reads the result.
         """
         inputs, outputs = (spec.input_names()[: len(node.input)], spec.output_names()[: len(node.output)])
         for name, given in zip(inputs, node.input, strict=True):

@@ -1,6 +1,6 @@
-"""Around a body that has keys and values as numbers: rows that come in and go out in 8 bits (`still_graphs.spec.CACHE`).
+"""Casts around a body for keys and values that are stored in 8 bits (`still_graphs.spec.CACHE`).
 
-All rows are unpacked and packed at every call, which is for every runtime and is not fast; kernels read and write the rows that they need.
+All rows are unpacked and packed on every call, which works in every runtime but is slow. Kernels read and write only the rows they need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from still_graphs.spec import CACHE, CODES, scales_of
 
 STEPS = 127
 MIDDLE = 128
-"""Added to a code it makes a byte without a sign."""
+"""Added to a code, it makes an unsigned byte."""
 
 
 def has_codes(node: onnx.NodeProto) -> bool:
@@ -24,7 +24,7 @@ def has_codes(node: onnx.NodeProto) -> bool:
 
 
 def without_scales(node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node as a body with numbers sees it: scales come last among inputs and outputs."""
+    """The node without scales, which are the last inputs and outputs."""
     spec, plain = OPS[node.op_type], onnx.NodeProto()
     plain.CopyFrom(node)
     count = sum(not state.of_codes for state in spec.states)
@@ -57,7 +57,8 @@ def codes_of(b: Scope, wide: str) -> tuple[str, str]:
 
 
 def pack(b: Scope, numbers: str, dim: int, dtype: int, words: str, scale: str) -> None:
-    """The inverse, by the rule of `CACHE`. Shapes are said, as ONNX Runtime 1.31 reduces no dimension where there are no rows."""
+    """Inverse of `unpack`, by the rule of `CACHE`. Shapes are explicit, because ONNX Runtime 1.31 cannot reduce a dimension of zero
+    rows."""
     rows = b("Shape", numbers, start=0, end=-1)
     codes, scales = codes_of(b, numbers if dtype == FLOAT else b.cast(numbers, FLOAT))
     # The last byte of a word has its sign.
@@ -72,7 +73,7 @@ def pack(b: Scope, numbers: str, dim: int, dtype: int, words: str, scale: str) -
 
 
 def keep_codes(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, dim: int) -> None:
-    """Let the states that may be narrower come in and go out as words and scales."""
+    """Make the `narrow` states words and scales at the function's interface."""
     states = [s for s in OPS[node.op_type].states if s.narrow]
     before, after = Scope(prefix="unpacked_"), Scope(prefix="packed_")
     names: dict[str, str] = {}
@@ -92,7 +93,7 @@ def keep_codes(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, d
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Give values other names, in the graphs inside nodes too."""
+    """Rename values, in subgraphs too."""
     for node in nodes:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]

@@ -1,15 +1,15 @@
-"""Counts of a call, as all bodies take them."""
+"""Checks of a call's counts, used by all bodies."""
 
 from __future__ import annotations
 
 from still_graphs.functions.builder import INT64, Scope
 
 MOST_TOKENS = 1 << 40
-"""The longest sequence, as in the CPU kernels: products with it stay far from the end of 64 bits."""
+"""Longest sequence, as in the CPU kernels. Products with it do not overflow 64 bits."""
 
 
 def checked_counts(b: Scope, tokens: str) -> tuple[str, str]:
-    """past_length and new_tokens, [B, 1] each; a call that has one outside 0..MOST_TOKENS or 0..T fails."""
+    """past_length and new_tokens, [B, 1] each. The call fails at values outside 0..MOST_TOKENS or 0..T."""
     past, new = b.unsqueeze("past_length", 1), b.unsqueeze("new_tokens", 1)
     in_range = b.all_of(b("Equal", past, b("Clip", past, 0, MOST_TOKENS)), _at_most(b, new, tokens))
     zero = _zero(b, in_range, "past_length_or_new_tokens_out_of_range")
@@ -17,7 +17,7 @@ def checked_counts(b: Scope, tokens: str) -> tuple[str, str]:
 
 
 def checked_new_tokens(b: Scope, tokens: str) -> str:
-    """new_tokens, [B, 1]; a call that has one outside 0..T fails."""
+    """new_tokens, [B, 1]. The call fails at values outside 0..T."""
     new = b.unsqueeze("new_tokens", 1)
     return b("Add", new, _zero(b, _at_most(b, new, tokens), "new_tokens_out_of_range"))
 
@@ -27,9 +27,10 @@ def _at_most(b: Scope, new: str, tokens: str) -> str:
 
 
 def _zero(b: Scope, in_range: str, name: str) -> str:
-    """0 where all of `in_range` hold; otherwise the node `name` fails.
+    """0 if all of `in_range` are true; otherwise the node `name` fails.
 
-    No standard op says "refuse": one takes row 0 of a table of one row, or row 1, which every runtime that checks its indices refuses.
+    No standard op raises an error. A Gather from a table of one row takes index 0, or index 1, which every runtime that checks indices
+    refuses.
     """
     wrong = b("Sub", 1, b("ReduceMin", b.cast(in_range, INT64), keepdims=0))
     return b("Gather", [0], wrong, name=name)

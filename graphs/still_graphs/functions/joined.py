@@ -1,8 +1,8 @@
-"""The body of a node whose states are joined in two tensors: it takes them apart, calls the op's own function, and joins what comes back.
+"""Body of a node whose states are joined in two tensors. It splits them, calls the op's own function, and joins the results.
 
-States of float32 are in the second tensor, scales of codes among them, and those of the activations' type, or words of codes, in the
-first, in the order of the OpSpec; all rows of a state stand before the next state, so that a kernel finds each as a tensor of its own and
-copies nothing (plugins/onnxruntime/joined_states.h).
+The first tensor has the states of the activations' type, or words of codes. The second has the float32 states, including scales of codes.
+States are in the order of the OpSpec. All rows of a state come before the next state, so that a kernel reads each state in place
+(plugins/onnxruntime/joined_states.h).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from still_graphs.functions.codes import has_codes
 from still_graphs.ops import OpSpec
 
 PREFIX = "Joined"
-"""In front of the op's name."""
+"""Prefix of the op's name."""
 STATES = "states"
-"""Attribute of such a node: "STATE:3,128,64;...", its states in order with their dimensions but the batch."""
+"""Attribute "STATE:3,128,64;...": the node's states in order, with all dimensions except the batch."""
 PARTS = ("first", "second")
-"""The tensors, as `past_<part>` and `present_<part>`."""
+"""Names of the tensors in `past_<part>` and `present_<part>`."""
 
 
 def part_of(spec: OpSpec, state: str) -> int:
-    """Which tensor has the state: 0 or 1."""
+    """Index of the state's tensor: 0 or 1."""
     return int(spec.state(state).dtype == "float32")
 
 
 def written(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The attribute: states with their dimensions but the batch."""
+    """The attribute `STATES`; `shapes` has all dimensions except the batch."""
     return ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
 
 
@@ -41,8 +41,8 @@ def joined_body(
     """The function of the joined form of `node`.
 
     Args:
-        node: With its states apart; it names a function of the model.
-        shapes: The states that the node has, in order, with their dimensions but the batch.
+        node: The node with separate states; it names a function of the model.
+        shapes: The node's states in order, with all dimensions except the batch.
     """
     b = Scope()
     plain, results = [t.name for t in spec.inputs], [t.name for t in spec.outputs]
@@ -53,7 +53,7 @@ def joined_body(
         which, size = part_of(spec, name), math.prod(shape)
         begin, end = (b("Mul", batch, [offset]) for offset in (offsets[which], offsets[which] + size))
         piece = b("Slice", flat[which], begin, end, [0])
-        # A state may have no row; 0 means 0 here.
+        # A state may have no rows; 0 means 0 here.
         inner[name] = b("Reshape", piece, b("Concat", batch, list(shape), axis=0), allowzero=1)
         offsets[which] += size
     given = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
@@ -71,7 +71,7 @@ def joined_body(
         pieces = [b("Reshape", f"new_{name}", [-1]) for name in shapes if part_of(spec, name) == index]
         b("Reshape", b("Concat", *pieces, axis=0), b("Shape", f"past_{part}"), out=f"present_{part}")
     for name, value in zip(plain, given, strict=True):
-        if not value:  # ONNX Runtime derives a function's schema from its nodes: a dead use of what may be absent
+        if not value:  # ONNX Runtime derives a function's schema from its nodes: a dead use
             b("Clip", "past_length", name, None)
     return helper.make_function(
         node.domain,

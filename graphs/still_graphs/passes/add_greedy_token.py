@@ -1,4 +1,4 @@
-"""Add the output `next_token`: the most likely token of every row, so that a decode loop can stay on the device; -1 where a logit is NaN or
+"""Add the output `next_token`: the most likely token of every row, so that a decode loop stays on the device. It is -1 if a logit is NaN or
 the largest is infinite.
 
 requires: an output `logits`, [batch, tokens, vocabulary].
@@ -18,7 +18,7 @@ from still_graphs.states import NEXT_TOKEN
 
 
 def add_greedy_token(model: ir.Model) -> int:
-    """Append the output, in place; nothing when it is there.
+    """Append the output, in place. Does nothing if it exists.
 
     Raises:
         UnsupportedError: No output is called logits.
@@ -31,7 +31,7 @@ def gives_next_token(model: ir.Model) -> str:
 
 
 def add_token(model: ir.Model, make: Callable[[Writer, ir.Graph, ir.Value], ir.Value]) -> int:
-    """The same by the nodes that `make` writes for the logits."""
+    """Like `add_greedy_token`, with nodes that `make` writes for the logits."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if NEXT_TOKEN in outputs:
         return 0
@@ -46,7 +46,7 @@ def add_token(model: ir.Model, make: Callable[[Writer, ir.Graph, ir.Value], ir.V
 def _best(writer: Writer, graph: ir.Graph, logits: ir.Value) -> ir.Value:
     wide = writer.node("Cast", [logits], hint=f"{NEXT_TOKEN}.logits", to=ir.DataType.FLOAT)
     infinite = writer.constant(np.inf, "float32", f"{NEXT_TOKEN}.infinite")
-    number = writer.node("Less", [wide, infinite], hint=f"{NEXT_TOKEN}.number")  # NaN is none
+    number = writer.node("Less", [wide, infinite], hint=f"{NEXT_TOKEN}.number")  # false for NaN
     rank = writer.node("Where", [number, wide, infinite], hint=f"{NEXT_TOKEN}.rank")
     best = writer.node("ArgMax", [rank], hint=f"{NEXT_TOKEN}.int64", axis=-1, keepdims=1)
     largest = writer.node("GatherElements", [rank, best], hint=f"{NEXT_TOKEN}.largest", axis=-1)

@@ -18,14 +18,15 @@ from still_graphs.spec import CACHE, StateSpec, TensorSpec, dimension
 
 
 def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
-    """Attach a function to every still:: node of the main graph, in place; nodes that agree in attributes, present inputs and
-    outputs and element type share one.
+    """Attach a function to every still:: node of the main graph, in place.
+
+    Nodes with equal attributes, present inputs and outputs, and element type share one function.
 
     Args:
-        onnxruntime: For ONNX Runtime alone: bodies may have its own ops.
+        onnxruntime: Bodies may use ONNX Runtime's own ops.
 
     Raises:
-        UnsupportedError: No body for a node, or its activations' type cannot be told.
+        UnsupportedError: No body for a node, or its activations' type is unknown.
     """
     from still_graphs.functions import function_body
 
@@ -47,7 +48,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
         if key not in found:
             opset = model.opset_imports.get("", 0)
             body = function_body(proto, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
-            # The first function of an op needs no overload; tools that do not know overloads can read it.
+            # The first function of an op needs no overload, so tools without support for overloads can read it.
             overloads = itertools.chain([""], map(str, itertools.count(1)))
             body.overload = next(o for o in overloads if (body.domain, body.name, o) not in model.functions)
             function = ir.serde.deserialize_function(body)
@@ -66,7 +67,7 @@ def _spec(node: ir.Node) -> OpSpec:
 
 
 def _drop_scales(node: ir.Node) -> None:
-    """Take the scales of caches in 8 bits, which come last, from a node that names them as absent: its function does not have them."""
+    """Drop absent scales of 8-bit caches, the last inputs and outputs of a node; its function lacks them."""
     spec = _spec(node)
     for values, tensors, resize in (
         (node.inputs, spec.all_inputs(), node.resize_inputs),
@@ -97,26 +98,24 @@ def _dimensions(node: ir.Node) -> dict[str, int]:
 
 
 def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -> int:
-    """Element type of the first input or output that is `wanted` and declares one; 0: none does."""
+    """Element type of the first input or output that satisfies `wanted` and declares one; 0: none does."""
     spec = _spec(node)
     given = [*zip(node.inputs, spec.all_inputs(), strict=False), *zip(node.outputs, spec.all_outputs(), strict=False)]
     return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
 
 
 def _kept_type(node: ir.Node) -> int:
-    """Element type of the inputs that may be narrower than activations; 0: unknown, or the op has none."""
+    """Element type of the `narrow` inputs; 0: unknown, or the op has none."""
     return _declared(node, lambda tensor: tensor.narrow)
 
 
 def _activation_type(node: ir.Node) -> int:
-    """Element type of the activations: of any input or output that shares it (the weights, the output, a state).
-
-    Not of one that may be narrower."""
-    # Where nothing else is declared, states are as the activations.
+    """Element type of the activations, from any input or output of type "T" that is not `narrow`."""
+    # States have the activations' type if nothing else is declared.
     if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
         return found
     if not any(t.dtype == "T" for t in (*_spec(node).all_inputs(), *_spec(node).all_outputs())):
-        return int(ir.DataType.FLOAT)  # an op of whole numbers
+        return int(ir.DataType.FLOAT)  # an op of integers
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "
         "Run onnx.shape_inference before attaching functions."

@@ -1,8 +1,8 @@
-"""Replace MatMulNBits by DequantizeLinear and a product, which a host folds to float32 when it loads the graph.
+"""Replace MatMulNBits by DequantizeLinear and MatMul, which the runtime folds to float32 when it loads the graph.
 
-onnxruntime-web has no kernel of MatMulNBits: it dequantizes the whole matrix on every call, nine tenths of a step
-(docs/notebook/web.md). Its bytes are read as they are: two numbers of 4 bits lie in a byte in the order of UINT4, so a weight gets
-another type and shape over the same place of the file. What does not fit in EXPANDED_BYTES stays, computed in float32 as well.
+onnxruntime-web has no kernel for MatMulNBits. It dequantizes the whole matrix on every call, which takes nine tenths of a step
+(docs/notebook/web.md). The stored bytes do not change: two 4-bit numbers share a byte in the order of UINT4, so a weight only gets another
+type and shape. Weights beyond EXPANDED_BYTES stay MatMulNBits and also compute in float32.
 
 requires: weights of MatMulNBits are initializers in a file, scales are constant.
 ensures: all products with low-bit weights compute in float32.
@@ -14,16 +14,17 @@ from still_graphs.edits import CONTRIB, Writer, attribute, put_in_place, store, 
 from still_graphs.later_ir import ir
 
 EXPANDED_BYTES = 1 << 30
-"""Of float32 weights that dequantize at load: wasm has 4 GB for them, for the file that they come from, what packs them, and the states.
-With half as much again, a package of Qwen3.5-0.8B's sizes took 4.5 GB of a browser (docs/notebook/web.md)."""
+"""Largest size of float32 weights that are dequantized at load. wasm has 4 GB for them, their file, the packing code and the states. With
+1.5 times this size, a package of Qwen3.5-0.8B's shape took 4.5 GB of a browser (docs/notebook/web.md)."""
 
 FLOAT32_ACTIVATIONS = 1
-"""`accuracy_level` of MatMulNBits; 4 rounds activations to 8 bits where the host has a kernel for that, as on CPUs and not in a browser."""
+"""`accuracy_level` of MatMulNBits. Level 4 rounds activations to 8 bits where the runtime has a kernel for it, on CPUs but not in
+browsers."""
 PER_BYTE = {4: 2, 8: 1}
 
 
 def dequantize_at_load(model: ir.Model) -> int:
-    """Replace nodes in their order until EXPANDED_BYTES are spent; the others compute in float32 too."""
+    """Replace nodes in graph order until EXPANDED_BYTES are used. The rest also compute in float32."""
     left, writer, nodes = EXPANDED_BYTES, Writer(model.graph), _low_bit(model)
     for node in nodes:
         size = 4 * attribute(node, "N") * attribute(node, "K")
@@ -45,7 +46,7 @@ def _low_bit(model: ir.Model) -> list[ir.Node]:
 
 
 def _replace(node: ir.Node, writer: Writer) -> bool:
-    """Put the nodes in the place of `node`; False where its blocks do not lie as UINT4's, or others read them."""
+    """Replace `node`; False if its blocks do not have UINT4's layout, or another node reads them."""
     rows, columns, bits, block = (attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     x, table, scales, zero, order, bias = [*node.inputs, None, None, None][:6]
     blocks, graph = columns // block, writer.graph
@@ -76,7 +77,7 @@ def _replace(node: ir.Node, writer: Writer) -> bool:
 
 
 def _retype(value: ir.Value, dtype: ir.DataType, shape: list[int]) -> None:
-    """Let an initializer have another type and shape over the same bytes."""
+    """Change the type and shape of an initializer; its bytes stay."""
     held = value.const_value
     if isinstance(held, ir.ExternalTensor):
         place = held.location, held.offset, held.length

@@ -1,7 +1,7 @@
-"""Give every Reshape a constant shape: dimensions that its input has too are copied, the others are numbers.
+"""Give every Reshape a constant shape. Dimensions equal to the input's are copied; the others are numbers.
 
-Exporters compute shapes while the model runs: batch and tokens from the model's inputs, the heads as what is left (-1). A compiler cannot
-tell then that two values have the same dimensions. TensorRT 8.6 reserved (batch * tokens)^2 rows where such values meet.
+Exporters compute shapes at run time: batch and tokens from the model's inputs, the heads as the rest (-1). A compiler then cannot prove
+that two values have equal dimensions. TensorRT 8.6 reserved (batch * tokens)^2 rows where such values meet.
 
 requires: value_info with names for the free dimensions.
 ensures: a Reshape of the main graph has a constant shape unless it merges, splits or moves a free dimension.
@@ -27,13 +27,13 @@ def fix_shapes(model: ir.Model) -> int:
 
 
 def fixed_shapes(model: ir.Model) -> str:
-    """No Reshape computes a shape that is known."""
+    """No Reshape computes a known shape."""
     left = [str(node.name) for node, _ in _computed(model.graph)]
     return f"Reshape nodes with a computed shape, {', '.join(left[:3])}" if left else ""
 
 
 def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
-    """Reshapes whose shape is not constant, with the one that it can be."""
+    """Reshapes with a computed shape that could be constant, with that constant."""
     found = []
     for node in graph:
         if is_standard(node, "Reshape"):
@@ -45,7 +45,7 @@ def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
 
 
 def _copied(given: Sequence[int | str | None], wanted: Sequence[int | str | None]) -> list[int]:
-    """The shape as Reshape takes it, 0 for a dimension that is copied; nothing where one is neither known nor copied."""
+    """The shape input of Reshape, 0 for a copied dimension; None if a dimension is neither known nor copied."""
     shape = []
     for axis, size in enumerate(wanted):
         if isinstance(size, int) and size > 0:

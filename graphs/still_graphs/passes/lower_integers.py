@@ -1,7 +1,7 @@
-"""Give the graph int32 inputs and outputs in the place of int64 ones.
+"""Replace int64 inputs and outputs of the graph by int32 ones.
 
-TensorRT 8.6 has no int64 and plugins take their counts as int32; token ids and lengths fit. Inside, int64 stays where it was,
-which every parser reads (8.6 takes it for int32), but for an output that is the sum of inputs: lengths, which need no casts then.
+TensorRT 8.6 has no int64, and plugins have int32 counts. Token ids and lengths fit. Inner values stay int64, which every parser reads (8.6
+as int32). An output that is the sum of inputs, such as lengths, becomes int32 without casts.
 
 requires: inputs and outputs declare their types.
 ensures: no int64 input or output; the names are unchanged.

@@ -1,7 +1,7 @@
-"""Write a graph in an older opset of ai.onnx, the newest that a host reads.
+"""Rewrite a graph for an older opset of ai.onnx, the newest that a runtime reads.
 
 requires: no functions; reduction axes are constants; activation types of RMSNormalization and Gelu inferable from the graph.
-ensures: every node is valid at that opset; norms compute in float32 through explicit casts, as RMSNormalization's stash_type says.
+ensures: every node is valid at that opset; norms compute in float32 with explicit casts, as RMSNormalization's stash_type requires.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ REDUCTIONS = (
     "LogSum",
     "LogSumExp",
     "SumSquare",
-)  # Sum has axes as input since 13
+)  # Sum has an input for axes since 13
 
 
 def lowering(
     opset: int, own: Mapping[str, Callable[[ir.Node, Lowering], int]] | None = None
 ) -> tuple[Callable[[ir.Model], int], Condition]:
-    """The pass that rewrites what is newer than `opset`, in place, and its condition.
+    """The pass that rewrites nodes newer than `opset`, in place, and its condition.
 
     Args:
-        own: Writers of a host that reads an operator otherwise, by the operator; they take the place of the ones here.
+        own: Writers by operator that replace the ones of `WRITERS`, for a runtime that reads an operator differently.
 
-    The pass counts nodes, and raises UnsupportedError where a node has no equivalent, or a fact that its rewriting needs is unknown.
+    Returns:
+        (pass, condition). The pass counts nodes. It raises UnsupportedError if a node has no equivalent, or if a fact that its rewriting
+        needs is unknown.
     """
     writers = {name: writer for name, (since, writer) in WRITERS.items() if opset < since} | dict(own or {})
 
@@ -62,28 +64,28 @@ def lowering(
 
 
 class Lowering(Writer):
-    """A Writer that knows the opset it writes."""
+    """A Writer with its opset."""
 
     def __init__(self, graph: ir.Graph, fresh: Callable[[str], str], opset: int) -> None:
         super().__init__(graph, fresh)
         self.opset = opset
 
     def unsupported(self, node: ir.Node, why: str) -> UnsupportedError:
-        """An error that names a node, and why it has no form in the opset."""
+        """The error for a node that has no form in the opset."""
         return UnsupportedError(
             f"node {node.name or node.outputs[0].name}: {node.op_type} cannot be written in opset {self.opset}: it {why}. "
             "Export for onnx, or report the model."
         )
 
     def mean(self, value: ir.Value, hint: str) -> ir.Value:
-        """The mean over the last axis, which stays."""
+        """Mean over the last axis, which is kept."""
         if self.opset < 18:
             return self.node("ReduceMean", [value], hint=hint, axes=[-1], keepdims=1)
         return self.node("ReduceMean", [value, self.constant([-1], "int64", f"{hint}.axes")], hint=hint, keepdims=1)
 
 
 def _check(node: ir.Node, current: int, r: Lowering) -> None:
-    """Pass a node whose operator only gained types and attributes since the writer's opset; drop attributes that it lacks there."""
+    """Accept a node if its operator only gained types and attributes after the writer's opset; drop attributes unknown there."""
     if node.domain != "":
         return
     import onnx
@@ -113,7 +115,7 @@ def _type(node: ir.Node, r: Lowering) -> ir.DataType:
 def rms_normalization(
     node: ir.Node, r: Lowering, settle: Callable[[Lowering, ir.Value, ir.Value, ir.Value], ir.Value] | None = None
 ) -> int:
-    """y = x / sqrt(mean(x^2) + epsilon) * scale, the first part in float32; `settle` gets that part, the mean and x, and gives it again."""
+    """y = x / sqrt(mean(x^2) + epsilon) * scale, the first factor in float32. `settle` maps (normalized x, mean, x) to the normalized x."""
     axis = attribute(node, "axis", -1)
     if axis != -1:
         raise r.unsupported(node, f"is handled for axis -1 only, here it has axis {axis};")
@@ -134,7 +136,7 @@ def rms_normalization(
 
 
 def _split(node: ir.Node, r: Lowering) -> int:
-    """Equal parts are what opset 17 makes without sizes; the dimension must divide, which shape inference checks."""
+    """Split into equal parts, which opset 17 does without sizes. Shape inference checks that the dimension divides."""
     return int(node.attributes.pop("num_outputs", None) is not None)
 
 
@@ -185,7 +187,7 @@ def _swish(node: ir.Node, r: Lowering) -> int:
 
 
 def _attention(node: ir.Node, r: Lowering) -> int:
-    """softmax(q k^T scale + mask) v, the softmax in float32; q, k and v as [B, H, T, D] with the same heads."""
+    """softmax(q k^T scale + mask) v with the softmax in float32; q, k and v are [B, H, T, D] with equal H."""
     q, k, v, mask, *others = [*node.inputs, None]
     if (
         len(node.outputs) > 1
@@ -216,9 +218,9 @@ def _attention(node: ir.Node, r: Lowering) -> int:
 
 
 def _rotary_embedding(node: ir.Node, r: Lowering) -> int:
-    """Halves a, b of each head of x [B, H, T, D] by an angle of its token: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2].
+    """Rotate halves a, b of each head of x [B, H, T, D]: (a cos - b sin, b cos + a sin), cos and sin [B, T, D/2].
 
-    The exporter makes one of a softmax layer's rotation in float32, where no casts stand between its parts.
+    The exporter makes this op from a softmax layer's rotation in float32, which has no casts inside.
     """
     x, *angles = node.inputs
     if (
@@ -252,4 +254,4 @@ WRITERS: dict[str, tuple[int, Callable[[ir.Node, Lowering], int]]] = {
     "Split": (18, _split),
     **{f"Reduce{name}": (18, _reduction) for name in REDUCTIONS},
 }
-"""Operators with the opset from which on they are as graphs have them, and who writes them for an older one."""
+"""By operator: (first opset with the form that graphs use, writer for older opsets)."""

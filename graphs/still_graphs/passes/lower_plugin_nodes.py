@@ -1,11 +1,11 @@
-"""Write still:: nodes as TensorRT plugin nodes.
+"""Rewrite still:: nodes as TensorRT plugin nodes.
 
-The parser hands a plugin only declared attributes, cannot pass an absent input, and looks a plugin up by name, version and
-namespace. Counts are int32, the plugin's integer type.
+The parser passes only declared attributes to a plugin and cannot pass an absent input. It finds a plugin by name, version and namespace.
+Counts are int32, the plugin's integer type.
 
 requires: nodes in the order of their OpSpec; no functions of the domain; activation types inferable from the graph.
-ensures: every attribute of the OpSpec is set, and plugin_namespace and plugin_version are; absent inputs and outputs are gone from the
-lists, `absent_inputs` has their bits; `activation_type` names the activations' type; counts are int32.
+ensures: every attribute of the OpSpec is set, and plugin_namespace and plugin_version are; absent inputs and outputs are removed and
+`absent_inputs` has their bits; `activation_type` names the activations' type; counts are int32.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def lower_plugin_nodes(model: ir.Model) -> int:
     """Rewrite the still:: nodes of the main graph, in place.
 
     Raises:
-        UnsupportedError: An unknown op, or the activations' type cannot be told.
+        UnsupportedError: An unknown op, or the activations' type is unknown.
     """
     writer = Writer(model.graph)
-    # The int32 value by the int64 value that was cast from it: plugins read the engine's own inputs, without two casts between.
+    # int32 values by their int64 casts: plugins read the engine's own inputs, without two casts in between.
     narrowed: dict[ir.Value, ir.Value] = {}
     for node in model.graph:
         if is_standard(node, "Cast") and attribute(node, "to") == ir.DataType.INT64:

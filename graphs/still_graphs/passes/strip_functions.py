@@ -1,9 +1,9 @@
-"""Remove the function bodies of still:: nodes, for hosts where those nodes are plugins.
+"""Remove the function bodies of still:: nodes, for runtimes where these nodes are plugins.
 
-TensorRT's parser prefers a local function over a plugin and falls back to it silently: a graph for plugins must have none.
+TensorRT's parser silently prefers a local function to a plugin, so a graph for plugins must have none.
 
 requires: nothing.
-ensures: no function of the domain is left, no still:: node names an overload, and an import that only bodies used is kept.
+ensures: no function of the domain is left, no still:: node names an overload, and an import that only bodies used stays.
 """
 
 from __future__ import annotations

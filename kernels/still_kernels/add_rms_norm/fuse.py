@@ -1,12 +1,12 @@
-"""Fuse the sum of a product and activations with the norm behind it, and take the first norm of a model: still::AddRmsNorm.
+"""Fuse the sum of a product and activations with the following norm, and replace a model's first norm: still::AddRmsNorm.
 
-Low-bit products take neither, other than those of fuse_linear_layers. TensorRT 8.6 compiles each sum and norm as a part of its own: half of
-the build of a small model (docs/notebook/quantization.md). The first norm, of embeddings, has no sum; TensorRT compiles it with their
-table, of which it then keeps a copy for each profile.
+Low-bit products have neither, except those of fuse_linear_layers. TensorRT 8.6 compiles each sum and norm separately: half of the build
+time of a small model (docs/notebook/quantization.md). The first norm, of embeddings, has no sum. TensorRT compiles it with their table and
+then keeps a copy of the table for each profile.
 
-requires: products of fuse_linear_layers; RMSNormalization as ai.onnx has it since opset 23.
-ensures: no norm of the sum of a product and activations [B, T, I], both float16 or bfloat16, is left where something else reads the sum;
-nor one of other activations that something else reads too, where a low-bit product reads the norm.
+requires: products of fuse_linear_layers; RMSNormalization as in ai.onnx since opset 23.
+ensures: no norm is left of a sum of a product and activations [B, T, I], both float16 or bfloat16, if something else reads the sum; and no
+norm of other activations that something else reads, if a low-bit product reads the norm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NORM, FIRST = Op("RMSNormalization", TOTAL, SCALE), Op("RMSNormalization", X, SC
 
 
 def _fits(x: ir.Value, norm: ir.Node) -> bool:
-    """Whether a kernel takes the norm of `x`: of tokens, in half precision, alone but not the only one to read them."""
+    """Whether the kernel covers the norm of `x`: activations of tokens in half precision, with other readers."""
     norms = [node for node, place in x.uses() if node.op_type == norm.op_type and place == 0]
     readers = len(x.uses()) + x.is_graph_output()
     made, scale = norm.outputs[0], norm.inputs[1]
@@ -44,7 +44,7 @@ def _fits(x: ir.Value, norm: ir.Node) -> bool:
 
 
 def _is_sum(match: Match) -> bool:
-    """Whether a product and activations make what the norm reads."""
+    """Whether the norm's input is a product plus activations."""
     total, terms = match.value(TOTAL), [match.value(term) for term in TERMS]
     if not _fits(total, match.node(NORM)) or any(x.dtype != total.dtype or x.shape != total.shape for x in terms):
         return False
@@ -57,7 +57,7 @@ def _of(value: ir.Value, *ops: str) -> bool:
 
 
 def _is_first(match: Match) -> bool:
-    """Whether a low-bit product reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
+    """Whether a low-bit product reads the norm, and its input has readers only in this graph and after the norm."""
     x, norm = match.value(X), match.node(FIRST)
     if not _fits(x, norm) or x.producer() is None or x.is_graph_output() or norm.graph is None:
         return False
@@ -69,13 +69,13 @@ def _is_first(match: Match) -> bool:
 
 
 def _fuse_sum(match: Match) -> Sequence[ir.Value]:
-    """One node makes what both did."""
+    """Replace sum and norm by one node."""
     total, normed = _add(match, match.node(NORM), [match.value(term) for term in TERMS])
     return normed, total
 
 
 def _fuse_first(match: Match) -> Sequence[ir.Value]:
-    """What the norm reads goes through its node, so that this node alone reads it."""
+    """Pass the norm's input through the new node, its only reader."""
     x, norm = match.value(X), match.node(FIRST)
     uses = [use for use in x.uses() if use.node is not norm]
     through, normed = _add(match, norm, [x, None])

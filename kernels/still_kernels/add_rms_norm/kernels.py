@@ -1,4 +1,4 @@
-"""One launch for a sum and its norm, a program for each token."""
+"""One launch for a sum and its norm, with a program for each token."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = 1024
-"""Numbers of a token up to which a narrow block holds them."""
+"""Most numbers of a token in a narrow block."""
 
 PLAN = Plan(
     ADD_RMS_NORM,
@@ -29,7 +29,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, all of one type; see the op's spec."""
 
     input: Tensor
     residual: Tensor | None
@@ -48,11 +48,11 @@ def naive_add_rms_norm(inputs: Inputs, wide: dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """What the kernel is compiled for.
+    """Properties that the kernel is compiled for.
 
     wide: Whether a token has more numbers than COLUMNS.
     summed: Whether there is a residual.
-    aligned: Whether it has a multiple of 8, which may be read and stored at once.
+    aligned: Whether I is a multiple of 8, for 16-byte accesses.
     """
 
     wide: int = 0
@@ -61,7 +61,7 @@ class Variant(StatelessVariant):
 
 
 TILES = [TileTable({"add_norm": tile}) for tile in (KernelTile({"BC": COLUMNS}, 4), KernelTile({"BC": 4 * COLUMNS}, 8))]
-"""Narrow and wide: a token of a step in one block, SmolLM2's 576 numbers, Llama-3.1-8B's 4,096, which are 16 a thread."""
+"""Narrow and wide, one block for a token of a step: SmolLM2's 576 numbers, or Llama-3.1-8B's 4,096, 16 for each thread."""
 
 
 OP = stateless_op(

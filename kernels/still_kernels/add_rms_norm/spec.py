@@ -1,11 +1,11 @@
-"""still::AddRmsNorm: a sum and its norm, for runtimes that compile and launch what lies between two products apart."""
+"""still::AddRmsNorm: a sum and its norm, for runtimes that compile and launch separately what lies between two products."""
 
 from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 ADD_RMS_NORM = OpSpec(
-    # Symbols: I numbers of a token. sum = input + residual, rounded, or the input where there is no residual;
+    # Symbols: I numbers of a token. sum = input + residual, rounded; without a residual it is the input.
     # output = sum / sqrt(mean(sum^2) + epsilon) * weight.
     name="AddRmsNorm",
     torch_name="add_rms_norm",

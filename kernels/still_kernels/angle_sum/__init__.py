@@ -1,1 +1,1 @@
-"""Angles that add up over tokens: definition."""
+"""Angles that accumulate over tokens: definition."""

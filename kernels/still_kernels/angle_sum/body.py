@@ -21,7 +21,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     turned = b("Mul", b("Mul", b.unsqueeze(b("Tanh", angle), 2), 0.5), b.unsqueeze("step", 3))  # [B, T, H, A]
     whole = b.cast(b("Round", b("Mul", b("Where", real, turned, 0.0), float(TURN))), INT64)
     before = b.cast(b("Round", b("Mul", _places(b), TURN / (2 * math.pi))), INT64)
-    # The state is a token in front of the others, so that a call of none has a last one, too.
+    # The state precedes the tokens, so that an empty call also has a last token.
     places = b("CumSum", b("Concat", b.unsqueeze(before, 1), whole, axis=1), 1)
     angles = b("Mul", b("Mul", b.cast(b("Mod", places, TURN), FLOAT), 1.0 / TURN), 2 * math.pi)
     last = b("Slice", angles, [-1], [1 << 62], [1])
@@ -33,7 +33,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _places(b: Scope) -> str:
-    """The angles so far, [B, H, A], from their cosines and sines, by the smaller of the two ratios."""
+    """The current angles, [B, H, A], from their cosines and sines, by the smaller of the two ratios."""
     cos = b("Add", b("Squeeze", b("Slice", "past_angle_state", [0], [1], [3]), [3]), 1.0)
     sin = b("Squeeze", b("Slice", "past_angle_state", [1], [2], [3]), [3])
     flat = b("GreaterOrEqual", b("Abs", cos), b("Abs", sin))

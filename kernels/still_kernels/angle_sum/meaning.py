@@ -24,10 +24,10 @@ class Inputs:
 
 
 def naive_angle_sum(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Angles from 0 to below 2 pi [B, T, H, A], 0 at padding, in at least float32; and the state after the call.
+    """Angles in [0, 2 pi), [B, T, H, A], 0 at padding, in at least float32; and the state after the call.
 
     Args:
-        state: Cosine less 1 and sine of the angles so far, [B, H, A, 2].
+        state: Cosine minus 1 and sine of the current angles, [B, H, A, 2].
     """
     sizes, wide = sizes_of_call(ANGLE_SUM, inputs, angle_state=state), inputs.step.dtype
     if state.dtype != wide:
@@ -39,7 +39,7 @@ def naive_angle_sum(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.atan2(state[..., 1], state[..., 0] + 1).detach() / (2 * math.pi)
     before = (places * TURN).round().to(torch.int64)
     share = ((before[:, None] + whole) % TURN).to(wide) / TURN
-    # Derivatives are those of the sum.
+    # Derivatives of the plain sum.
     share = share + (turned.cumsum(1) - turned.cumsum(1).detach())
     angles = share * (2 * math.pi)
     last = angles[:, -1] if sizes["T"] else places * (2 * math.pi)
@@ -49,4 +49,4 @@ def naive_angle_sum(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 angle_sum = traced_op(ANGLE_SUM, Inputs)(naive_angle_sum)
-"""The same, one node where a program is traced."""
+"""`naive_angle_sum` as one node in a traced program."""

@@ -13,19 +13,19 @@ from still_graphs.spec import OpSpec
 from still_kernels.attention.spec import ATTENTION
 
 MASKED = -1e30
-"""Added to a logit that must not count: finite, so that a row that sees nothing stays free of NaN."""
+"""Added to masked logits. It is finite, so that a row without visible positions has no NaN."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """What a body attends with, M being the most tokens that a sequence brings and F the longest sequence after the call.
+    """Inputs of `attend`. M is the most new tokens of a sequence, and F the longest sequence after the call.
 
     query: [B, M, H, D] over sqrt(D), float32.
-    token: Of each sequence its token at each of M places, [B, M, 1].
+    token: Token of each sequence at each of M places, [B, M, 1].
     position: [B, M, 1].
-    mask: MASKED where a position [F] is later than a token's, [B, 1, M, F].
+    mask: MASKED at positions [F] later than the token's, [B, 1, M, F].
     filled, longest: F and M.
-    dtype: Of the activations.
+    dtype: Type of the activations.
     """
 
     query: str
@@ -49,21 +49,22 @@ def cached_body(
     dims: Mapping[str, int],
     attend: Callable[[Scope, Queries], str] | None = None,
 ) -> onnx.FunctionProto:
-    """The function of a `node` of `spec`: writes the new tokens into their rows of the cache, then attends to what is filled of it.
+    """The function of a `node` of `spec`: it writes the new tokens into the cache, then attends to the filled rows.
 
-    `attend` gives the output [B, M, H, D] in float32 where a token does not see every position up to its own.
+    Past and present may share one buffer: written values are gathered first, and later reads use only written rows.
 
-    Right with one buffer for past and present: what is written is gathered before, and only what was written is read after.
+    Args:
+        attend: Returns the output [B, M, H, D] in float32, for ops whose tokens do not read every earlier position.
     """
     b = Scope()
     heads, kv_heads, dim = dims["H"], dims["HK"], dims["D"]
     batch = b.dim("past_length", 0)
-    # Counts only, no T: layers share what follows from them. A row that brings more than T is refused where its tokens are gathered.
+    # Counts only, no T: layers share their results. A row with more than T new tokens fails where its tokens are gathered.
     past, new = checked_counts(b, b.constant([MOST_TOKENS]))  # [B, 1]
     longest = b("Max", b("ReduceMax", new, keepdims=0), 1)
     filled = b("Max", b("ReduceMax", b("Add", past, new), keepdims=0), 1)
     step = b("Range", 0, longest, 1)  # M
-    # Padding repeats the row's last new token; a row without any writes what its last position holds.
+    # Padding repeats the row's last new token. A row without new tokens rewrites its last position.
     last = b("Min", step, b("Sub", new, 1))  # [B, M]
     token = b("Unsqueeze", b("Max", last, 0), [2])
     lead = b.shape(batch, b.unsqueeze(longest, 0), kv_heads, 1)
@@ -81,7 +82,7 @@ def cached_body(
     cache = {}
     for name in ("key", "value"):
         fresh = b("GatherND", name, token, batch_dims=1)  # [B, M, HK, D]
-        # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
+        # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         chosen = b("Where", brings, b.wide(fresh, dtype), b.wide(b("GatherND", f"past_{name}", index), dtype))
         fresh = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, fresh, out=f"present_{name}")

@@ -1,4 +1,4 @@
-"""Calls of still::Attention: the form for a device, and the launch of the Triton kernels."""
+"""Calls of still::Attention: choice of implementation, and launch of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _prepared = launcher.kept(KERNELS)
 
 
 def _kind(query: Tensor, state: AttentionState) -> tuple[Any, ...]:
-    """What the launches of a call follow from."""
+    """Key of a call's launches."""
     sizes = (*zip("BTHD", query.shape, strict=True), ("HK", state.key.shape[1]), ("N", state.rows))
     scales = ("key_scale", "value_scale") if state.cache == "int8" else ()
     return query.dtype, sizes, ((CACHE.name, state.cache),), scales
 
 
 def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:
-    """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
+    """Run the kernels on `state`, in place. `state.length` is read only; the caller advances it.
 
     Args:
         inputs: Contiguous, with `new_tokens`.
-        output: As query.
+        output: Like query.
     """
     query = inputs.query
     prepared = _prepared(query.device, table, *_kind(query, state))
@@ -41,21 +41,21 @@ def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, tabl
 
 
 def _states(state: AttentionState) -> dict[str, Tensor | None]:
-    """The states as the kernels call them; words as the codes that they hold."""
+    """The states by their names in kernels; words as codes."""
     keys, values = (x.view(torch.int8) if x.dtype == torch.int32 else x for x in (state.key, state.value))
     scales = {"key_scale": state.key_scale, "value_scale": state.value_scale}
     return {"present_key": keys, "present_value": values, **scales}
 
 
 def fastest_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Softmax attention with a cache by the fastest form that covers the call; results and errors: see `blocked_attention`.
+    """Softmax attention with a cache, by the fastest implementation that covers the call; results and errors: see `blocked_attention`.
 
-    On CUDA the Triton kernels, without reading anything back to the host: a sequence that outgrows the state gets NaN outputs there
-    instead of an exception. Where gradients are asked for, and on the CPU, the PyTorch form.
+    The Triton kernels run on CUDA and read nothing back to the host: a sequence that outgrows the state gets NaN outputs instead of an
+    exception. PyTorch runs on CPUs and if gradients are required.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
-        ShapeError: A state that is written in place is not contiguous.
+        ShapeError: A state to be written in place is not contiguous.
     """
     if not has_kernels(inputs.query.device) or inputs.wants_gradients():
         return blocked_attention(inputs, state, in_place)
@@ -80,16 +80,17 @@ attention = op_of_keys(ATTENTION, Inputs)(fastest_attention)
 def attention_(
     query: Tensor, key: Tensor, value: Tensor, new_tokens: Tensor, length: Tensor | None, state: AttentionState | None
 ) -> Tensor:
-    """The same with the new keys and values written into `state`, after `length` [B] tokens, and the output alone; always a node."""
+    """`fastest_attention` in place, always as a node. Writes new keys and values into `state` after `length` [B] tokens and returns the
+    output."""
     assert length is not None and state is not None
     states = [getattr(state, s.name) for s in ATTENTION.states]
     return torch.ops.still.attention_(query, key, value, new_tokens, length, *states, state.cache)
 
 
 def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
-    """Launches laid out for decode steps like this one, which write into `state`; None where no kernel reads its tensors as they are.
+    """Prepared launches for decode steps like this one, which write into `state`; None if kernels would need copies of its tensors.
 
-    Each call brings output, query, key, value, new_tokens and past_length, of these shapes and types.
+    Each call passes output, query, key, value, new_tokens and past_length, with these shapes and types.
 
     Raises:
         UnsupportedError: No kernel covers the layer.

@@ -1,4 +1,4 @@
-"""Triton kernels of still::Attention: prompts, and steps over parts of the cache."""
+"""Triton kernels of still::Attention: prompts, and decode steps split over the cache."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The meaning of still::Attention in PyTorch: inputs and state of a call, and what it gives for all tokens at once."""
+"""Definition of still::Attention in PyTorch: inputs, state, and all tokens at once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Inputs:
     """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
 
     query: After RoPE, [B, T, H, D].
-    key, value: [B, T, HK, D], key after RoPE; query head h has key/value head h // (H / HK).
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
+    key, value: [B, T, HK, D], key after RoPE; query head h uses key/value head h // (H / HK).
+    new_tokens: Number of new tokens of each sequence, the rest of T is padding, int [B]; None = T for all.
     """
 
     query: Tensor
@@ -37,7 +37,7 @@ class Inputs:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
     def check(self) -> tuple[int, int]:
-        """B and T of a call, or ShapeError naming the tensor that does not fit."""
+        """B and T of a call; ShapeError for a tensor that does not fit."""
         if self.query.dim() != 4 or self.key.dim() != 4:
             shapes = f"{list(self.query.shape)} and {list(self.key.shape)}"
             raise ShapeError(f"query, key: expected [B, T, H, D], got {shapes}.")
@@ -53,9 +53,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Keys and values after `length` [B] tokens, [B, HK, N, D] each; position p of a sequence lies in its row p. All-zero means empty.
+    """Keys and values after `length` [B] tokens, [B, HK, N, D] each; position p is in row p. All zeros mean empty.
 
-    Kept in 8 bits they are words, [B, HK, N, D / 4] int32, and have scales, [B, HK, N] float32 (`still_kernels.codes`).
+    With 8-bit rows they are words, [B, HK, N, D / 4] int32, with scales, [B, HK, N] float32 (`still_kernels.codes`).
     """
 
     key: Tensor
@@ -75,7 +75,7 @@ class AttentionState:
         device: torch.device | str | None = None,
         cache: str = CACHE.choices[0],
     ) -> AttentionState:
-        """State of `batch` sequences that have seen nothing, with room for `rows` tokens of `heads` key/value heads."""
+        """State of `batch` empty sequences, with room for `rows` tokens of `heads` key/value heads."""
         symbols = {"B": batch, "HK": heads, "N": rows, "D": dim}
         tensors = {
             s.name: torch.zeros(
@@ -87,27 +87,27 @@ class AttentionState:
 
     @property
     def rows(self) -> int:
-        """N, tokens that the state has room for."""
+        """N, the capacity in tokens."""
         return self.key.shape[2]
 
     @property
     def cache(self) -> str:
-        """How rows are kept, as the op's attribute says it."""
+        """Storage of rows, as in the op's attribute."""
         return CACHE.choices[self.key_scale is not None]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that exist, by name, `length` last."""
+        """The present tensors by name, `length` last."""
         found = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         found["length"] = found.pop("length")
         return found
 
     def check(self, inputs: Inputs) -> None:
-        """Raise ShapeError unless every tensor fits a call with these inputs."""
+        """Raise ShapeError if a tensor does not fit a call with these inputs."""
         query, key = inputs.query, inputs.key
         symbols = {"B": query.shape[0], "HK": key.shape[2], "N": self.rows, "D": query.shape[3]}
         for spec in ATTENTION.states_with({CACHE.name: self.cache}):
             tensor, expected = getattr(self, spec.name), spec.sizes(symbols)
-            # Float16 may be kept beside wider activations.
+            # Float16 rows are allowed with wider activations.
             kinds = (query.dtype, torch.float16) if spec.dtype == "T" else (getattr(torch, spec.dtype),)
             if tensor is None or tuple(tensor.shape) != expected or tensor.dtype not in kinds:
                 got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
@@ -120,16 +120,17 @@ class AttentionState:
 
 
 BLOCK = 256
-"""Query tokens of one GEMM: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
+"""Query tokens of one GEMM. With 8,192 keys a mask then has 24 MB for three heads per group, for any prompt length."""
 
 
 Seen = Callable[[slice, slice, int], Tensor]
-"""Of sequences, tokens and an end: whether they see each of the first positions up to it, [B, HK, T, end], causality apart."""
+"""Function (sequences, tokens, end) -> whether the tokens may read each of the first `end` positions, [B, HK, T, end]. Causality is applied
+separately."""
 Attend = Callable[[slice, Tensor, Tensor, Tensor, int], Tensor]
-"""Of sequences, as `_attend`."""
+"""Replaces `_attend` for given sequences."""
 Of = TypeVar("Of", bound=Inputs)
 Compute = Callable[[Of, AttentionState, bool], tuple[Tensor, AttentionState]]
-"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
+"""Function (inputs, state, whether to write into it) -> output [B, T, H, D] and the state after the call."""
 
 
 def blocked_attention(
@@ -139,16 +140,16 @@ def blocked_attention(
     seen: Seen | None = None,
     attend: Attend | None = None,
 ) -> tuple[Tensor, AttentionState]:
-    """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
+    """Causal softmax attention of new tokens to themselves and to the cache. Any split of a sequence gives the same result.
 
     Args:
-        state: What the sequences have seen; only filled rows of it are read.
+        state: State before the call; only filled rows are read.
         in_place: Write into `state`'s keys and values, and return them.
-        seen: None: every position up to a token's own.
-        attend: In the place of softmax attention.
+        seen: None: every position up to the token's own.
+        attend: Replaces softmax attention.
 
     Returns:
-        output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
+        output [B, T, H, D], dtype of query, 0 at padding, which affects nothing else; and the state after the call.
     """
     batch, tokens = inputs.check()
     state.check(inputs)
@@ -180,7 +181,7 @@ def blocked_attention(
 
 
 def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values [B, HK, end, D] of these sequences of the batch, in the type of the activations."""
+    """Keys or values [B, HK, end, D] of these sequences, in the type of the activations."""
     held, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
     return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
 
@@ -188,7 +189,7 @@ def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: tor
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, length: int, seen: Callable[[slice, int], Tensor] | None = None
 ) -> Tensor:
-    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
+    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length`; keys and values [B, HK, .., D] include the new tokens."""
     batch, tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
     outputs = []
@@ -211,11 +212,11 @@ def _attend(
 def op_of_keys(
     spec: OpSpec, inputs_type: type[Of]
 ) -> Callable[[Compute[Of]], Callable[..., tuple[Tensor, AttentionState]]]:
-    """Register an op of one output whose states are an AttentionState, and whose inputs and attributes are fields of `inputs_type`.
+    """Register an op with one output and an AttentionState. Its inputs and attributes are fields of `inputs_type`.
 
     Returns:
-        A decorator of what computes it. What it makes calls that; where a program is traced it is one node of the op instead, which has no
-        derivative.
+        A decorator of the function that computes it. The decorated function calls the original; in a traced program it is one node of the
+        op, without a derivative.
     """
 
     def decorated(compute: Compute[Of]) -> Callable[..., tuple[Tensor, AttentionState]]:

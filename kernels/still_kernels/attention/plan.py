@@ -1,4 +1,4 @@
-"""Kernels of still::Attention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::Attention: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from still_kernels.plan import Branch, Check, Launch, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
 DECODE_ROWS = 16
-"""Query rows of one program of decode: the least that a matrix instruction takes."""
+"""Query rows of a decode program: the minimum of a matrix instruction."""
 MOST_SPLITS = 64
-"""Programs that share the cache of one key/value head: the last one loads their results side by side."""
+"""Most programs that share the cache of one key/value head; the last one merges all results at once."""
 DECODE_PROGRAMS = 264
-"""That fill the chip: two on each multiprocessor of an H200."""
+"""Number of programs that fills the chip: two on each multiprocessor of an H200."""
 
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
-    """The table of one variant on an architecture (90 for sm_90); wide: float32 activations."""
+    """The table of a variant on an architecture (90 for sm_90); wide: float32 activations."""
     dim = pow2(head_dim)
     small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
     row_bytes = dim * (4 if wide else 2)
-    # Keys and values of a stage: as many stages as leave room for the queries.
+    # Keys and values of a stage: as many stages as fit next to the queries.
     keys = 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64
-    # H200, head size 128, 8,192 tokens: 64 rows and 4 warps 1.15 ms (478 TFLOP/s), 128 and 8 1.27 to 1.56 ms.
+    # H200, head size 128, 8,192 tokens: 64 rows with 4 warps take 1.15 ms (478 TFLOP/s), 128 with 8 take 1.27 to 1.56 ms.
     rows = 16 if row_bytes > 512 and small else 32 if wide or dim > 128 else 64
     stages = 2 if small or row_bytes > 256 else 3
     near, ahead = (keys, stages) if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)
@@ -39,15 +39,15 @@ def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
 
 
 DECODE = "T == 1 or T * (H // HK) <= 32"
-"""So few tokens that the cache, not the GEMMs, is what a call waits for."""
+"""So few tokens that reading the cache dominates, not the GEMMs."""
 
 PLAN = Plan(
     ATTENTION,
     key={"dtype": "dtype", "head_dim": "D", "cache": "cache", "count_dtype": "count_dtype"},
     constants=(
-        "attend_rows",  # tokens of one program of prefill
-        "decode_rows",  # tokens times heads of a group, of one program of decode
-        "decode_programs",  # that fill the chip
+        "attend_rows",  # tokens of a prefill program
+        "decode_rows",  # tokens times heads of a group, of a decode program
+        "decode_programs",  # number that fills the chip
         "most_splits",
     ),
     checks=(
@@ -59,7 +59,7 @@ PLAN = Plan(
     define={
         "blocks": "ceil_div(T * (H // HK), decode_rows)",
         "fill": "ceil_div(decode_programs, B * HK * blocks)",
-        # Programs that share the cache of one key/value head; a sequence that has filled less of it uses fewer.
+        # Programs that share the cache of one key/value head; a sequence with a shorter cache uses fewer.
         "splits": "max(1, min(min(ceil_div(N, 128), fill), most_splits))",
     },
     workspace=(
@@ -81,7 +81,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument."""
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument."""
 
     dtype: str = "bfloat16"
     head_dim: int = 128

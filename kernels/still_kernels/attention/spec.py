@@ -1,11 +1,11 @@
-"""still::Attention: causal softmax attention with a cache, for the layers of a mixed model that stay softmax."""
+"""still::Attention: causal softmax attention with a cache, for the softmax layers of a mixed model."""
 
 from __future__ import annotations
 
 from still_graphs.spec import CACHE, Growth, OpSpec, StateSpec, TensorSpec, scales_of
 
 CAPACITY = Growth("capacity", 2)
-"""Position p of a row lies in row p of its cache."""
+"""Position p of a sequence is row p of its cache."""
 
 KEY_AND_VALUE = tuple(StateSpec(name, ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True) for name in ("key", "value"))
 
@@ -15,9 +15,9 @@ HEADS = (
     TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
 )
 COUNTS = (TensorSpec("new_tokens", ("B",), "int64", "count"), TensorSpec("past_length", ("B",), "int64", "count"))
-"""Tokens that each sequence brings, the rest of its T is padding; and tokens that it has seen."""
+"""Number of new tokens of each sequence, the rest of T is padding; and number of earlier tokens."""
 OUTPUT = TensorSpec("output", ("B", "T", "H", "D"), "T", "activation")
-"""Of attention with a cache, whatever tokens see of it."""
+"""Output of attention with a cache, with any mask."""
 
 ATTENTION = OpSpec(
     name="Attention",

@@ -1,4 +1,4 @@
-"""Function body of still::BlockAttention: that of still::Attention, whose tokens see the positions of their blocks alone."""
+"""Function body of still::BlockAttention: still::Attention restricted to each token's blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_kernels.block_attention.spec import BLOCK_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: a step of few blocks gathers their rows, others mask what is not chosen."""
+    """The function of `node`: a step with few blocks gathers their rows; other calls mask the blocks that are not chosen."""
     block = {a.name: int(a.i) for a in node.attribute}.get("block_size", 64)
     if block < 1:
         raise UnsupportedError(f"{node.name or node.op_type}: block_size={block} must be at least 1.")
@@ -40,11 +40,11 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _gathered(b: Scope, queries: Queries, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
-    """Of a step: the rows of its blocks, gathered."""
+    """The output of a step, from gathered rows of its blocks."""
     rows = b("Add", b("Mul", b.unsqueeze(chosen, 4), block), b.arange(block))  # [B, HK, 1, S, block]
     taken = b.reshape(rows, 0, kv_heads, -1)
     wrong = b("Or", b("Less", taken, 0), b("Greater", taken, queries.position))
-    # Of the cache as rows of all heads: ONNX Runtime gathers whole rows faster than slices in two dimensions of batches.
+    # The cache as rows of all heads: ONNX Runtime gathers whole rows faster than slices with two batch dimensions.
     heads = b("Mul", b.dim("present_key", 0), kv_heads)
     first = b.reshape(b("Mul", b.arange(heads), b.dim("present_key", 2)), -1, kv_heads, 1)
     place = b("Add", b("Where", wrong, 0, taken), first)
@@ -58,7 +58,7 @@ def _gathered(b: Scope, queries: Queries, query: str, chosen: str, block: int, k
 
 
 def _masked(b: Scope, queries: Queries, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
-    """Of any call: every row up to the longest sequence's end, with a mask."""
+    """The output of any call, from every row up to the longest sequence's end, with a mask."""
     filled = b.unsqueeze(queries.filled, 0)
     key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), queries.dtype) for name in ("key", "value"))
     count = b("Div", b("Add", queries.filled, block - 1), block)

@@ -1,4 +1,4 @@
-"""Calls of still::BlockAttention: the form for a device, and the launch of the Triton kernels."""
+"""Calls of still::BlockAttention: choice of implementation, and launch of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _prepared = launcher.kept(KERNELS)
 def launch_block_attention(
     inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None
 ) -> None:
-    """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance. Nothing is read back to the host.
+    """Run the kernels on `state`, in place. `state.length` is read only; the caller advances it. Nothing is read back to the host.
 
     Args:
         inputs: Contiguous, with `new_tokens`.
-        output: As query.
+        output: Like query.
     """
     query, blocks = inputs.query, inputs.blocks
     assert blocks is not None
@@ -39,8 +39,8 @@ def launch_block_attention(
 
 @op_of_keys(BLOCK_ATTENTION, Inputs)
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Like `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
-    reading anything back to the host: a sequence that outgrows the state is no error there."""
+    """Like `meaning.block_attention`. The Triton kernels run on CUDA if they cover the call and no gradients are required. They read
+    nothing back to the host, so a sequence that outgrows the state is no error there."""
     query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
     if (
         not has_kernels(query.device)

@@ -1,7 +1,7 @@
-"""Attention to chosen blocks. First the call's keys and values go to the cache, so that whoever reads a block reads the cache alone.
+"""Attention to chosen blocks. The call's keys and values are first written to the cache, so that blocks are read from the cache alone.
 
-A few tokens: the blocks of each token are shared by several programs, whose results a last launch merges. Prompts: the tokens of one matrix
-instruction go through the blocks that any of them has chosen, hidden from those that have not. Nothing depends on how much is filled.
+Few tokens: several programs share the blocks of each token, and a last launch merges their results. Prompts: the tokens of one matrix
+instruction process the union of their blocks, masked by token. The launches do not depend on the filled length.
 """
 
 # mypy: disable-error-code="no-untyped-def"

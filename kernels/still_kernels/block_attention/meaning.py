@@ -1,4 +1,4 @@
-"""The definition of still::BlockAttention: softmax attention whose mask has the chosen blocks alone."""
+"""Definition of still::BlockAttention: softmax attention masked to the chosen blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from still_kernels.attention.meaning import Inputs as AttentionInputs
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """Inputs of attention, and which blocks of `block_size` tokens each token reads.
+    """Inputs of attention, and the blocks of `block_size` tokens that each token reads.
 
-    blocks: int [B, T, HK, S], -1 where there is none.
+    blocks: int [B, T, HK, S], -1 for none.
     """
 
     blocks: Tensor | None = None
@@ -33,7 +33,7 @@ class Inputs(AttentionInputs):
         return batch, tokens
 
     def seen(self, rows: slice, tokens: slice, end: int) -> Tensor:
-        """Whether tokens read each of the first `end` positions, [B, HK, T, end], causality apart."""
+        """Whether tokens read each of the first `end` positions, [B, HK, T, end]. Causality is applied separately."""
         assert self.blocks is not None
         count = -(-end // self.block_size)
         chosen = self.blocks[rows, tokens].transpose(1, 2).long()
@@ -43,5 +43,5 @@ class Inputs(AttentionInputs):
 
 
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Like `blocked_attention`, of each token to its own `blocks`."""
+    """Like `blocked_attention`, where each token reads its own `blocks`."""
     return blocked_attention(inputs, state, in_place, inputs.seen)

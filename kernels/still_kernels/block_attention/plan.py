@@ -1,4 +1,4 @@
-"""Kernels of still::BlockAttention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::BlockAttention: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
 MOST_PARTS = 64
-"""Programs that share a token's blocks: one loads their results side by side."""
+"""Most programs that share a token's blocks; one merges all results at once."""
 DECODE_PROGRAMS = 264
-"""That fill the chip: two on each multiprocessor of an H200."""
+"""Number of programs that fills the chip: two on each multiprocessor of an H200."""
 SPAN_TOKENS = 8192
-"""Of a prompt, whose tiles are united at once: 17 MB for tiles of four tokens beside 65,536."""
+"""Tokens of a prompt whose tiles are united at once: 17 MB for tiles of four tokens with 65,536 positions."""
 
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
-    """The table of one variant on an architecture (90 for sm_90), blocks of so many keys; wide: float32 activations."""
+    """The table of a variant on an architecture (90 for sm_90) for blocks of `block` keys; wide: float32 activations."""
     dim = pow2(head_dim)
     small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
     row_bytes = dim * (4 if wide else 2)
     keys = min(pow2(block), 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64)
     stages = 2 if small or row_bytes > 256 else 3
-    # 32 keys at a time leave no room for two programs either where shared memory is small.
+    # With 32 keys per step two programs do not fit either if shared memory is small.
     ahead = stages if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)[1]
     dependent = arch >= 90
     pdl = {"PDL": int(dependent)}
@@ -36,14 +36,14 @@ def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
         "decode": KernelTile({"BR": 16, "BN": keys, "STAGES": stages, **pdl}, 4, stages, None, dependent),
         "merge": KernelTile({"BS": MOST_PARTS, **pdl}, 4, 1, None, dependent),
         "unite": KernelTile({"BC": 512}, 4, 1),
-        # H100, 65,536 tokens that choose alike: 64 rows and 4 warps 25.4 ms, 128 and 8, which read half the bytes, 30.3.
+        # H100, 65,536 tokens with equal choices: 64 rows with 4 warps take 25.4 ms; 128 with 8, which read half the bytes, 30.3.
         "attend": KernelTile({"BM": 64, "BN": keys, "STAGES": ahead}, 4, ahead),
     }
     return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS, "span_tokens": SPAN_TOKENS})
 
 
 FEW = "T <= 8"
-"""So few tokens that each goes through its own blocks."""
+"""So few tokens that each processes its own blocks."""
 _MANY = f"not ({FEW})"
 _OWN = {"first": "first", "span": "count"}
 
@@ -58,11 +58,11 @@ PLAN = Plan(
     },
     constants=(
         "append_tokens",
-        "decode_heads",  # of one program
-        "decode_programs",  # that fill the chip
+        "decode_heads",  # heads of one program
+        "decode_programs",  # number that fills the chip
         "most_parts",
-        "attend_rows",  # tokens times heads of a group, of one program of a prompt
-        "span_tokens",  # of a prompt that workspace is for
+        "attend_rows",  # tokens times heads of a group, of a prompt's program
+        "span_tokens",  # tokens of a prompt that workspace is sized for
     ),
     checks=(
         Check("HK > 0 and H % max(HK, 1) == 0", "query has H={H} heads, which is no multiple of HK={HK} of key."),
@@ -71,7 +71,7 @@ PLAN = Plan(
     define={
         "pieces": "ceil_div(H // HK, decode_heads)",
         "parts": "max(1, min(min(S, most_parts), ceil_div(decode_programs, B * HK * T * pieces)))",
-        # Of a tile; their bits have 32.
+        # Words of a tile, each with 32 bits.
         "tile_tokens": "max(1, min(32, attend_rows // max(1, H // HK)))",
         "span": "min(T, ceil_div(span_tokens, tile_tokens) * tile_tokens)",
         "tiles": "ceil_div(span, tile_tokens)",
@@ -116,9 +116,9 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument.
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument.
 
-    slots: Blocks of a token's list, filled up to a power of two.
+    slots: Blocks of a token's list, rounded up to a power of two.
     block_size: See the op's spec.
     """
 

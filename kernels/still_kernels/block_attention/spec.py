@@ -1,4 +1,4 @@
-"""still::BlockAttention: causal softmax attention with a cache, of each token to the blocks that were chosen for it."""
+"""still::BlockAttention: causal softmax attention with a cache, where each token reads its chosen blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 from still_kernels.attention.spec import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
 
 BLOCK_ATTENTION = OpSpec(
-    # A token at position p sees the positions up to p whose block is among its `blocks`, which name none twice; -1 is none. Several nodes
+    # A token at position p reads the positions up to p whose block is in its `blocks`. Blocks are distinct; -1 is none. Several nodes
     # may read the same blocks.
     name="BlockAttention",
     torch_name="block_attention",

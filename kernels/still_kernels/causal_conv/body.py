@@ -1,5 +1,5 @@
-"""Function bodies of still::CausalConv: in standard ops, and around CausalConvWithState, which ai.onnx has since opset 27
-and ONNX Runtime in its own domain."""
+"""Function bodies of still::CausalConv: in standard ops, and around CausalConvWithState, which ai.onnx has since opset 27 and ONNX Runtime
+has in its own domain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from still_kernels.causal_conv.spec import CAUSAL_CONV
 
 @dataclass(frozen=True)
 class Layer:
-    """Taps, activation, whether there is a bias."""
+    """Taps, activation and presence of a bias."""
 
     taps: int
     activation: str
@@ -27,7 +27,7 @@ class Layer:
         """The layer of a node.
 
         Raises:
-            UnsupportedError: Its state or activation is none that a body is written for.
+            UnsupportedError: No body supports its state or activation.
         """
         name, taps, past = node.name or node.op_type, dims["K"], dims["P"]
         if taps != past + 1 or taps < 2:
@@ -39,9 +39,9 @@ class Layer:
         return cls(taps, activation, bool(given["bias"]))
 
     def known(self, b: Scope, past: str, tokens: str) -> str:
-        """Columns of the state `past` and new `tokens` [B, T, C] side by side, [B, K - 1 + T, C].
+        """Columns of the state `past`, then new `tokens` [B, T, C], [B, K - 1 + T, C].
 
-        Padding may hold anything: it stands behind all tokens, which no output of a token and no state reads.
+        Padding is arbitrary: it comes after all tokens, where neither outputs nor the state read it.
         """
         return b("Concat", b("Transpose", past, perm=[0, 2, 1]), tokens, axis=1)
 
@@ -54,9 +54,9 @@ class Layer:
 def fused_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
-    """The function of `node` around `domain`'s op, in float32, which alone ONNX Runtime has a kernel for on the CPU.
+    """The function of `node` around `domain`'s op, in float32, the only type with a CPU kernel in ONNX Runtime.
 
-    The op has no lengths of rows, and its state is that behind the padding: it is taken for full rows, and gathered for others.
+    The op has no row lengths, and its state includes the padding. The state is used for full rows and gathered for others.
     """
     layer = Layer.of(node, dims)
     b = Scope()
@@ -77,7 +77,7 @@ def fused_body(
     real = b.unsqueeze(b("Less", b.arange(tokens), new), 2)  # [B, T, 1]
     by_token = b("Transpose", output, perm=[0, 2, 1])
     b.narrow(dtype, "output", "Where", real, by_token, 0.0)
-    # Reading the op's state, too, orders what writes the state behind the op that reads it: they may be one buffer.
+    # Reading the op's state as well orders the write to the state after the op, since they may share a buffer.
     whole = b.unsqueeze(b("Equal", new, tokens), 2)
     state = b("Where", whole, full, layer.latest(b, layer.known(b, past, given), new))
     b.cast(state, dtype, out="present_conv_state")
@@ -85,7 +85,7 @@ def fused_body(
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: a sum over the taps of shifted tokens; the state is gathered from past and new tokens together."""
+    """The function of `node`: a sum over shifted tokens, one for each tap. The state is gathered from past and new tokens."""
     layer = Layer.of(node, dims)
     b = Scope()
 

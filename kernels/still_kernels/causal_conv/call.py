@@ -1,4 +1,4 @@
-"""Calls of still::CausalConv: the form for a device, and the launch of the Triton kernels."""
+"""Calls of still::CausalConv: choice of implementation, and launch of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: Til
 
     Args:
         inputs: Contiguous, with `new_tokens`.
-        output: As input.
+        output: Like input.
     """
     tokens_of = inputs.input
     taps = inputs.weight.shape[2]
@@ -35,10 +35,10 @@ def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: Til
 
 @traced_op(CAUSAL_CONV, Inputs)
 def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """The causal convolution by the fastest form that covers the call; results and errors: see `whole_causal_conv`.
+    """The causal convolution by the fastest implementation that covers the call; results and errors: see `whole_causal_conv`.
 
-    On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
-    form. Where a program is traced, one node.
+    The Triton kernels run on CUDA and read nothing back to the host. PyTorch runs on CPUs and if gradients are required. A traced program
+    has one node.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.

@@ -1,4 +1,4 @@
-"""The causal convolution: blocks of tokens of a prompt at once, and a few tokens with what they leave in the state."""
+"""The causal convolution: blocks of tokens for prompts; few tokens together with their new state for steps."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The meaning of still::CausalConv in PyTorch: inputs of a call, the definition, and a form for all tokens at once."""
+"""Definition of still::CausalConv in PyTorch: inputs of a call, and all tokens at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Inputs:
     input: [B, T, C].
     weight: A tap for each of the latest K tokens, oldest first, [C, 1, K].
     bias: [C], or None.
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
+    new_tokens: Number of new tokens of each sequence, the rest of T is padding, int [B]; None = T for all.
     activation: none or silu.
     """
 
@@ -32,21 +32,21 @@ class Inputs:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type that is computed in: at least float32."""
+        """Type of the computation: at least float32."""
         return torch.promote_types(self.input.dtype, torch.float32)
 
     def wants_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def counts(self) -> Tensor:
-        """Tokens that each sequence brings, [B]."""
+        """Number of new tokens of each sequence, [B]."""
         batch, tokens, _ = self.input.shape
         if self.new_tokens is None:
             return torch.full((batch,), tokens, dtype=torch.int64, device=self.input.device)
         return self.new_tokens
 
     def check(self, state: Tensor) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
+        """Raise ShapeError for a tensor or attribute that does not fit."""
         known = CAUSAL_CONV.attribute("activation").choices
         if self.activation not in known:
             raise ShapeError(f"activation={self.activation!r} is unknown; known: {', '.join(known)}.")
@@ -79,20 +79,20 @@ def empty_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """State [B, C, K - 1] of sequences that have seen nothing: zeros stand for the tokens before the first."""
+    """State [B, C, K - 1] of empty sequences: zeros replace the tokens before the first."""
     return torch.zeros(batch, channels, taps - 1, dtype=dtype, device=device)
 
 
 def whole_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """The weighted sum of each channel's latest K tokens, in at least float32, then bias and activation; any split of a sequence gives
-    the same.
+    """The weighted sum of each channel's latest K tokens, in at least float32, then bias and activation. Any split of a sequence gives the
+    same result.
 
     Args:
-        state: The latest K - 1 tokens that the sequences have seen, oldest first, [B, C, K - 1].
+        state: The latest K - 1 tokens of the sequences, oldest first, [B, C, K - 1].
         in_place: Write into `state`, and return it.
 
     Returns:
-        output [B, T, C], dtype of input, 0 at padding, which enters nothing; and the state after the call.
+        output [B, T, C], dtype of input, 0 at padding, which affects nothing else; and the state after the call.
     """
     inputs.check(state)
     tokens, past = inputs.input.shape[1], state.shape[2]

@@ -1,4 +1,4 @@
-"""Kernels of still::CausalConv: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::CausalConv: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tile_table(arch: int) -> TileTable:
 
 
 DECODE = "T <= 8"
-"""So few tokens that one program of a channel takes them all, and the state with them."""
+"""So few tokens that one program of a channel processes all of them and the state."""
 
 PLAN = Plan(
     CAUSAL_CONV,
@@ -66,11 +66,11 @@ ACTIVATIONS = CAUSAL_CONV.attribute("activation").choices
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument.
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument.
 
     taps: K.
     bias: Whether there is one.
-    aligned: Whether channels are a multiple of 8, which may be loaded at once.
+    aligned: Whether C is a multiple of 8, for 16-byte loads.
     """
 
     dtype: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""still::CausalConv: a convolution over each channel's latest tokens, the short one in front of linear attention."""
+"""still::CausalConv: a convolution over each channel's latest tokens, the short one before linear attention."""
 
 from __future__ import annotations
 

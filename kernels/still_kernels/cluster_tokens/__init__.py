@@ -1,1 +1,1 @@
-"""Of each token the latest ones before it that are of its cluster: definition."""
+"""The latest earlier tokens of each token's cluster: definition."""

@@ -13,7 +13,7 @@ from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: positions are compared as float32, which holds them up to 2^24."""
+    """The function of `node`. Positions are compared as float32, which is exact up to 2^24."""
     window, heads = {a.name: int(a.i) for a in node.attribute}.get("cluster_window", 64), dims["HK"]
     if window < 1:
         raise UnsupportedError(f"{node.name or node.op_type}: cluster_window={window} must be at least 1.")
@@ -23,7 +23,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     step = b.arange(tokens)
     last = b(
         "Min", step, b("Sub", new, 1)
-    )  # padding repeats the last new token; without any a row writes what it holds
+    )  # padding repeats the last new token; rows without new tokens rewrite their value
     position = b("Max", b("Add", past, last), 0)  # [B, T]
     lead = b.shape(batch, tokens, heads, 1)
     parts = (

@@ -1,4 +1,4 @@
-"""The definition of still::ClusterTokens: every earlier token compared, some tokens at a time."""
+"""Definition of still::ClusterTokens: compares all earlier tokens, in blocks of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from still_kernels.sizes import counts_of, sizes_of_call
 from still_kernels.torch_ops import traced_op
 
 TOKENS = 256
-"""That are compared at once."""
+"""Tokens compared at once."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Inputs:
     cluster_window: int = 64
 
     def check(self, state: Tensor) -> list[tuple[int, int]]:
-        """Past and new tokens of each sequence, or ShapeError or CapacityError, which name what does not fit."""
+        """Past and new tokens of each sequence; ShapeError or CapacityError for what does not fit."""
         sizes = sizes_of_call(CLUSTER_TOKENS, self, clusters=state)
         if self.cluster_window < 1:
             raise ShapeError(f"cluster_window={self.cluster_window} must be at least 1.")
@@ -35,7 +35,7 @@ class Inputs:
 
 @traced_op(CLUSTER_TOKENS, Inputs)
 def cluster_tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [B, T, HK, cluster_window] (see the op), and the clusters of all tokens [B, HK, N] after the call."""
+    """(blocks int32 [B, T, HK, cluster_window] (see the spec), clusters of all tokens [B, HK, N] after the call)."""
     counts = inputs.check(state)
     present, window = state.clone(), inputs.cluster_window
     blocks = torch.full((*inputs.cluster.shape, window), -1, dtype=torch.int32, device=state.device)

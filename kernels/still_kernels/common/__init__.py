@@ -1,1 +1,1 @@
-"""What kernels of several ops share: blocks of GEMMs, device functions, and the factory of ops without a state."""
+"""Shared parts of several ops' kernels: blocks of GEMMs, device functions, and the factory of ops without a state."""

@@ -1,7 +1,7 @@
-"""Kernels in CUDA C++, for what Triton does not have: blocks that write into each other's shared memory.
+"""Kernels in CUDA C++, for features that Triton lacks: blocks that write into each other's shared memory.
 
-NVRTC compiles a source for one choice of its constants, which are macros there; the driver launches it. To the rooms that compile and
-launch kernels a `CudaFunction` looks as Triton's functions do: `arg_names` and `params`, `function[grid](**arguments, **options)`.
+NVRTC compiles a source for one set of constants, which are macros there; the driver launches it. A `CudaFunction` has the interface of a
+Triton function: `arg_names` and `params`, `function[grid](**arguments, **options)`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from still_graphs.errors import ConfigError, UnsupportedError
 
 NVRTC = ("libnvrtc.so.12", "libnvrtc.so.13")
-"""The first one that is found: a cubin of an older compiler runs with more drivers."""
+"""The first one found is used: a cubin of an older compiler runs with more drivers."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument as checks of kernels see it; nothing is ever specialised."""
+    """An argument, as checks of kernels read it; nothing is specialised."""
 
     name: str
     is_constexpr: bool
@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a choice of constants gives."""
+    """A kernel for one set of constants."""
 
     cubin: bytes
     symbol: str
@@ -46,12 +46,12 @@ class CudaFunction:
     """A kernel `symbol` of a source.
 
     Args:
-        source: The file. It names its arguments by the macros PARAMETERS and ARGUMENTS.
-        arguments: Types in C by name, in order; pointers are named p_*, a missing one is null.
-        constants: Macros that a tile or a variant gives.
-        types: Macros that follow from the element of a pointer: name of the pointer and number of each element.
-        shared_bytes: From the constants to the shared memory of a block.
-        cluster: The constant that says how many blocks are a cluster; empty: none are.
+        source: The file. The macros PARAMETERS and ARGUMENTS stand for its arguments.
+        arguments: C types by name, in order; pointers are named p_*, an absent one is null.
+        constants: Macros from a tile or a variant.
+        types: Macros derived from the element type of a pointer: name of the pointer, and the macro's value for each type.
+        shared_bytes: Computes a block's shared memory from the constants.
+        cluster: The constant with the number of blocks in a cluster; empty: none.
     """
 
     def __init__(
@@ -73,29 +73,29 @@ class CudaFunction:
         return False
 
     def compiled(self, arch: int, arguments: Mapping[str, Any]) -> Compiled:
-        """What sm_<arch> runs for the arguments of a launch, by name; compiled once. Raises as `ahead`."""
+        """The kernel for sm_<arch> and the arguments of a launch, by name; compiled once. Raises as `ahead`."""
         elements = {name: str(arguments[name].dtype).removeprefix("torch.") for name, _ in self.types.values()}
         return self.ahead(arch, arguments, elements)
 
     def ahead(
         self, arch: int, constants: Mapping[str, Any], elements: Mapping[str, str], absent: Collection[str] = ()
     ) -> Compiled:
-        """What sm_<arch> runs, compiled once.
+        """The kernel for sm_<arch>, compiled once.
 
         Args:
-            constants: Among them those of the function.
-            elements: Of the pointers that `types` names, such as "float16".
-            absent: Pointers that no launch has: they are null in the source, and no arguments.
+            constants: By name, including the function's own.
+            elements: Element types of the pointers in `types`, such as "float16".
+            absent: Pointers that no launch passes; they are null in the source, not arguments.
 
         Raises:
-            ConfigError: There is no NVRTC, or it refuses the source.
+            ConfigError: NVRTC is missing, or it rejects the source.
         """
         macros = {name: int(constants[name]) for name in self.constants}
         macros |= {macro: numbers[elements[pointer]] for macro, (pointer, numbers) in self.types.items()}
         return _compiled(self, arch, tuple(sorted(macros.items())), tuple(sorted(absent)))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        """What compiles and launches, with all arguments by name; it returns the kernel, whose [grid] takes all in order."""
+        """A callable that compiles and launches, with all arguments by name. It returns the kernel, whose [grid] takes them in order."""
         return partial(self._launch, grid)
 
     def _launch(
@@ -142,10 +142,10 @@ def _compiled(
 
 @cache
 def nvrtc() -> tuple[Any, tuple[int, int]]:
-    """NVRTC as a library, and its version; of the packages that have it, else the system's.
+    """NVRTC as a library, and its version: from an installed package, else the system's.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: NVRTC is missing.
     """
     places: list[Path] = []
     for package in ("nvidia.cuda_nvrtc", "nvidia.cu13"):
@@ -171,7 +171,7 @@ def nvrtc() -> tuple[Any, tuple[int, int]]:
 
 @cache
 def can_compile() -> bool:
-    """Whether there is one; where there is none it is said, once."""
+    """Whether NVRTC is available; a missing one is logged once."""
     try:
         nvrtc()
     except ConfigError as error:
@@ -181,7 +181,7 @@ def can_compile() -> bool:
 
 
 def compile_source(library: Any, source: bytes, name: str, options: list[str]) -> bytes:
-    """A cubin; ConfigError with what the compiler says where it refuses."""
+    """A cubin; ConfigError with the compiler's log if it fails."""
     program = ctypes.c_void_p()
     library.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
@@ -223,7 +223,7 @@ def _loaded(compiled: Compiled, kinds: tuple[str, ...], threads: int, dependent:
 
 @cache
 def _driver() -> Any:
-    return ctypes.PyDLL("libcuda.so.1")  # holds the interpreter's lock: a launch's buffer is not filled anew meanwhile
+    return ctypes.PyDLL("libcuda.so.1")  # holds the interpreter's lock, so a launch's buffer is not refilled meanwhile
 
 
 def _check(status: int, what: str) -> None:
@@ -251,12 +251,13 @@ class Loaded:
 
     @cached_property
     def layout(self) -> struct.Struct:
-        """Of the arguments, eight bytes each."""
+        """Struct format of the arguments, eight bytes each."""
         codes = {"int": "i4x", "float": "f4x"}
         return struct.Struct("=" + "".join(codes.get(kind, "Q") for kind in self.kinds))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        """What launches on this grid, with all values in order: tensors, addresses or None for pointers; constants behind them."""
+        """A callable that launches on this grid, with all values in order: tensors, addresses or None for pointers. Constants after them
+        are ignored."""
         import torch
 
         count = len(self.kinds)

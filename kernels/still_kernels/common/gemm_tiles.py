@@ -1,4 +1,4 @@
-"""Block sizes and warps of kernels of GEMMs. Integers only: no torch, no Triton."""
+"""Block sizes and warps of GEMM kernels. Integers only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from still_kernels.common.gemm_plan import GROUP_ROWS, HOST, INNER, Gemm
 from still_kernels.tile import SHARED_BYTES, KernelTile
 
 WIDE_SHARED = 150 << 10
-"""Shared memory that blocks of 128 x 256 take."""
+"""Shared memory of blocks of 128 x 256."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class GemmTiles:
     """Block sizes of kernels by span (`gemm_plan.SPANS`).
 
     Args:
-        few: Outputs, inputs at a time, warps and stages of a few rows.
-        some, many: Rows, outputs, warps and stages of some and of many rows, 64 inputs at a time.
-        some_tma, many_tma: The same of kernels that copy by TMA.
-        narrow: The same of many rows from span `narrow_from` where wide sums would not fit into registers or shared memory.
-        few_inner: Inputs at a time of a few rows where shared memory is short, at most.
+        few: Outputs, inputs per step, warps and stages for few rows.
+        some, many: Rows, outputs, warps and stages for some and for many rows, 64 inputs per step.
+        some_tma, many_tma: The same for kernels that copy by TMA.
+        narrow: The same for many rows from span `narrow_from`, where wide sums would not fit into registers or shared memory.
+        few_inner: Most inputs per step for few rows where shared memory is short.
     """
 
     few: Sequence[tuple[int, int, int, int]]
@@ -34,7 +34,7 @@ class GemmTiles:
     few_inner: int
 
     def tiles(self, gemm: Gemm, span: int, aligned: int, arch: int, tma: bool) -> dict[str, KernelTile]:
-        """Of the kernels of a GEMM on an architecture (90 for sm_90), which copy by TMA or not."""
+        """Tiles of a GEMM's kernels on an architecture (90 for sm_90), with or without TMA."""
         suffix = gemm.suffix
         roomy = SHARED_BYTES[arch] >= WIDE_SHARED
         outputs, inner, warps, stages = self.few[span]
@@ -65,8 +65,8 @@ DENSE = GemmTiles(
     narrow_from=2,
     few_inner=128,
 )
-"""Best of 13 of a few rows on an H200 over the linear layers of SmolLM2-135M (spans 0 and 1) and Llama-3.1-8B, of 11 of many, of 129 rows
-of Llama-3.1-8B's for some; by TMA of 5 to 8 (docs/notebook/tensorrt.md)."""
+"""On an H200 over the linear layers of SmolLM2-135M (spans 0 and 1) and Llama-3.1-8B: best of 13 for few rows, of 11 for many; for some the
+best at 129 rows of Llama-3.1-8B; by TMA best of 5 to 8 (docs/notebook/tensorrt.md)."""
 GATED = GemmTiles(
     few=((16, 64, 4, 6), (16, 64, 4, 6), (32, 128, 8, 4), (64, 64, 8, 4)),
     some=((64, 32, 4, 4), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3)),
@@ -77,36 +77,38 @@ GATED = GemmTiles(
     narrow_from=1,
     few_inner=64,
 )
-"""With half the outputs: a program computes a gate and a number beside it."""
+"""Half the outputs, because a program computes the gate and the up projection."""
 SPLIT = ((32, 64, 4, 6, 512), (64, 64, 4, 6, 512), (128, 64, 4, 4, 1024), (128, 64, 4, 4, 1024))
-"""By span: outputs, inputs at a time, warps and stages of a few rows whose programs share inputs, and the inputs that each has at least.
-Best of 44 and 30 for Llama-3.1-8B's output and down; of spans 0 and 1 of 36 for SmolLM2's and Qwen2.5-1.5B's."""
+"""By span: outputs, inputs per step, warps, stages, and least inputs per program, for few rows whose programs share inputs. Best of 44 and
+30 for Llama-3.1-8B's output and down layers; of 36 for spans 0 and 1, of SmolLM2 and Qwen2.5-1.5B."""
 SPLIT_PROGRAMS = 128
-"""Programs that fill the chip."""
+"""Number of programs that fills the chip."""
 NORM = KernelTile({"BC": 4096}, 4)
-"""Of the norm in front of a GEMM."""
+"""The norm before a GEMM."""
 NORM_APART = 1 << 24
-"""Numbers of a weight behind a norm from which programs that share inputs are worth a launch for the norm."""
+"""Smallest size of a weight after a norm for which sharing inputs is worth a separate launch of the norm."""
 
 
 FLOAT8 = {
     "some8": ((64, 32, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 128, 4, 4)),
     "many8": ((64, 64, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4), (128, 128, 8, 4)),
 }
-"""Rows, outputs, warps and stages by span of some and of many rows of codes in e4m3, 128 inputs at a time. Best of 7 of some at 64, 256 and
+"""By span: rows, outputs, warps and stages for some and for many rows of e4m3 codes, 128 inputs per step. Best of 7 for some at 64, 256 and
 512 rows of Llama-3.1-8B's and Qwen2.5-1.5B's linear layers (docs/notebook/quantization.md)."""
 FLOAT8_WIDE = (128, 256, 8, 3)
-"""The same of many rows by TMA from span 1 on. With scales of blocks, which are added to other sums, it would not fit."""
+"""The same for many rows by TMA from span 1. It does not fit with block scales, which need other sums."""
 FLOAT8_SHORT = 2048
-"""Inputs up to which a token is rounded by 4 warps: 8,192 tokens of 1,536 in 20 for 27 us, where of 14,336 they take 211 for 138."""
+"""Largest number of inputs for which 4 warps round a token: 8,192 tokens of 1,536 in 20 instead of 27 us. With 14,336 they take 211 instead
+of 138."""
 FLOAT8_PROGRAMS = 132
-"""That share the blocks of many rows by TMA: one for each multiprocessor of an H100 or H200."""
+"""Programs that share the blocks of many rows by TMA: one for each multiprocessor of an H100 or H200."""
 FLOAT8_FEWEST = 96
-"""Blocks of many rows that are faster than those of some: 512 rows of 6,144 outputs take 31 for 36 us."""
+"""Smallest number of blocks for which `many` is faster than `some`: 512 rows of 6,144 outputs take 31 instead of 36 us."""
 
 
 def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool, blocked: bool) -> dict[str, KernelTile]:
-    """Of codes in e4m3; arguments: see `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there.
+    """Tiles for e4m3 codes; arguments: see `GemmTiles.tiles`. For few rows the weight is the left operand, since such instructions have 64
+    rows there.
 
     blocked: An output has several scales.
     """
@@ -119,7 +121,7 @@ def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool, blocked: bool) -> 
         tile = _block((rows, outputs, warps, stages if roomy else min(stages, 3)), True)
         constants = {**tile.constants, "BK": 2 * INNER}
         copied: dict[str, tuple[int | str, int | str]] = {gemm.left: ("BM", "BK"), gemm.right: ("BN", "BK")}
-        if many:  # half of a wide block at a time leaves shared memory for a residual
+        if many:  # half of a wide block per step leaves shared memory for a residual
             constants |= {"GROUP": 16, "STORE": min(outputs, 128)}
             copied["output"] = ("BM", "STORE")
         tile = replace(tile, constants=constants)
@@ -128,20 +130,20 @@ def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool, blocked: bool) -> 
 
 
 def split_tile(span: int, aligned: int, arch: int) -> KernelTile:
-    """Of a few rows whose programs share inputs."""
+    """The tile for few rows whose programs share inputs."""
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
     outputs, inner, warps, stages, _ = SPLIT[span]
     if outputs == 128 and not (roomy and aligned):
-        warps, stages = 8, 3  # with 4 warps they spill on sm_89 and where sizes are odd
+        warps, stages = 8, 3  # 4 warps spill registers on sm_89 and with unaligned sizes
     return KernelTile({"BN": outputs, "BK": inner, "STAGES": stages}, warps, stages if roomy else 3)
 
 
 def host_constants(span: int, tma: bool) -> dict[str, int]:
-    """Values of `gemm_plan.HOST` for a span and kernels that copy by TMA or not."""
+    """Values of `gemm_plan.HOST` for a span, with or without TMA."""
     outputs, *_, inputs = SPLIT[span]
     return dict(zip(HOST, (outputs, inputs, SPLIT_PROGRAMS, int(tma)), strict=True))
 
 
 def by_tma(aligned: int, arch: int) -> bool:
-    """Whether there are kernels that copy by TMA."""
+    """Whether kernels that copy by TMA exist."""
     return SHARED_BYTES[arch] >= WIDE_SHARED and bool(aligned) and arch == 90

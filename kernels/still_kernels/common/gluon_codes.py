@@ -1,9 +1,9 @@
-"""Weights of 4 or 8 bits in matrix instructions of a few rows: each code becomes a 16-bit number in registers.
+"""Weights of 4 or 8 bits in matrix instructions of few rows: each code becomes a 16-bit number in registers.
 
-A thread reads chunks of 16 bytes of a weight's row. Four threads beside each other, which share a row of the matrix instruction, have
-chunks beside each other; so the instruction's four inner numbers of a thread come from its own chunk, and nothing moves between threads.
-The order of the inputs within an instruction follows from that, alike for weights and activations. Warps split the inputs and add up at
-the end, always in the same order.
+A thread reads 16-byte chunks of a weight's row. Four neighbouring threads share a row of the matrix instruction and have neighbouring
+chunks. The four inner numbers of a thread in an instruction come from its own chunk, so no data moves between threads. This defines the
+order of inputs within an instruction, equal for weights and activations. Warps split the inputs and add up at the end, always in the same
+order.
 
 Triton's interpreter cannot run Gluon; `tests/still_kernels/gluon_interpreter.py` does.
 """

@@ -1,4 +1,4 @@
-"""Ops that multiply each token by the matrices that it goes to: their plan and block sizes. Imports neither torch nor Triton."""
+"""Ops that multiply each token by its chosen matrices: plan and block sizes. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
 FEW_ROWS = 16
 FEW = f"tokens <= {FEW_ROWS}"
-"""So few tokens that most of them go to matrices of their own."""
+"""So few tokens that most have matrices of their own."""
 SOME = "tokens * K <= 32 * E"
-"""So few that a matrix has less than a block of many."""
+"""So few tokens that a matrix has less than a block of `many`."""
 _BLOCKS = {
     "few_inner": "few_gate_up.BN",
     "few_outputs": "few_down.BN",
@@ -30,9 +30,9 @@ _BLOCKS = {
     "many_outputs": "many_down.BN",
     "column_block": "add.BC",
 }
-"""The plan's constants, and where kernels have them."""
+"""The plan's constants, and their names in kernels."""
 _FEW_CODES = {"few_codes_inner": "few_codes_gate_up.BN", "few_codes_outputs": "few_codes_down.BN"}
-"""The same of kernels of codes of which a few tokens take matrix instructions; 0 where there are none, as for float32."""
+"""The same for kernels that use matrix instructions on codes for a few tokens; 0 without them, as for float32."""
 
 
 def _gemms(kind: str) -> tuple[Launch, ...]:
@@ -52,10 +52,10 @@ def _few(kind: str) -> tuple[Step, Step]:
 def grouped_plan(
     spec: OpSpec, inner: str, key: Mapping[str, str], checks: Sequence[Check] = (), codes: bool = False
 ) -> Plan:
-    """The plan of an op with the symbols B, T tokens, K matrices a token, E in all, I channels, R rows of the first matrix.
+    """The plan of an op with the symbols B, T tokens, K matrices per token, E matrices, I channels, R rows of the first matrix.
 
-    inner: Channels inside, an expression.
-    key: What variants have beside those of `GroupedVariant`.
+    inner: Number of inner channels, an expression.
+    key: Properties of variants besides those of `GroupedVariant`.
     codes: Whether matrices are words of codes.
     """
     few = (Branch("few_codes_inner > 0", _few("few_codes"), _few("few")),) if codes else _few("few")
@@ -109,11 +109,11 @@ def grouped_plan(
 
 @dataclass(frozen=True)
 class GroupedVariant(StatelessVariant):
-    """What kernels are compiled for.
+    """Properties that kernels are compiled for.
 
     activation: swiglu or relu2.
-    experts: How many there are, filled up to a power of two.
-    aligned: Whether channels, also those inside, are multiples of 32, which may be read and stored at once.
+    experts: Number of experts, rounded up to a power of two.
+    aligned: Whether channels, including inner ones, are multiples of 32, so that they are read and stored without masks.
     """
 
     DTYPES = DTYPES
@@ -131,7 +131,7 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
     def block(rows: int, outputs: int, inner: int, warps: int, stages: int) -> KernelTile:
         return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
-    # Two programs on a multiprocessor, where one has codes to unpack between its instructions for matrices: 16 and 31% faster on an H100.
+    # Two programs share a multiprocessor while one unpacks codes between its matrix instructions: 16 and 31% faster on an H100.
     registers = 128 if roomy and hasattr(variant, "bits") else None
     some = (16, 128, 64, 4, 4) if roomy else (16, 64, 32, 4, 2 if wide else 3)
     if hasattr(variant, "bits") and not wide:
@@ -174,7 +174,7 @@ def grouped_op(
     plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any],
     covers: str, module: str = "still_kernels.common.triton_grouped", **more: Any,
 ) -> StatelessOp:  # fmt: skip
-    """The op of such a plan; arguments: see `stateless_op`."""
+    """The op of a grouped plan; arguments: see `stateless_op`."""
     return stateless_op(
         plan,
         variant,

@@ -1,4 +1,4 @@
-"""Runs the plan of an op that has no state with Triton."""
+"""Runs the plan of an op without a state with Triton."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from still_kernels.sizes import sizes_of, tensors_of
 from still_kernels.tile import TileTable
 
 _Kind = tuple[torch.dtype, tuple[tuple[str, torch.Size], ...], tuple[Any, ...]]
-"""What the launches of a call follow from: type of the activations, shapes of the inputs by name, attributes in the spec's order."""
+"""Key of a call's launches: type of the activations, input shapes by name, attributes in the spec's order."""
 
 
 class Stateless:
     """Launches of one op.
 
     Args:
-        kernels: The op's, whose `build` also takes a table of block sizes, None for the architecture's own.
+        kernels: The op's kernels; `build` also accepts a table of block sizes, None for the architecture's own.
     """
 
     def __init__(self, kernels: OpKernels) -> None:
@@ -37,21 +37,21 @@ class Stateless:
 
         Args:
             inputs: The op's `Inputs`, contiguous.
-            outputs: Those that the call has, in the spec's order, of its shapes and types.
-            table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+            outputs: Tensors for the outputs of the call, in the spec's order, with the right shapes and types.
+            table: Block sizes; None: the device's. With a table, Triton searches its compiled kernels at each launch.
         """
         given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
         shapes = tuple((name, x.shape) for name, x in given.items())
         kind = (first.dtype, shapes, tuple(getattr(inputs, a.name) for a in self.spec.attributes))
         arch = launcher.arch_of(first.device)
         prepared = self._prepared(kind, arch) if table is None else self._prepare(kind, arch, table)
-        if any(step.descriptors for step in prepared.launches):  # which want addresses that are multiples of 16
+        if any(step.descriptors for step in prepared.launches):  # descriptors need 16-byte aligned addresses
             given = {name: x.clone() if x.data_ptr() % 16 else x for name, x in given.items()}
-        made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # what a call may lack is last
+        made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # optional outputs are last
         launcher.Launcher().run(prepared, {**given, **made}, first)
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The outputs for any inputs, on CUDA: they are checked first, and made contiguous. Errors: see `check` and `launch`."""
+        """Outputs for any inputs on CUDA. Inputs are checked and made contiguous. Errors: see `check` and `launch`."""
         inputs.check()
         first = getattr(inputs, self.spec.inputs[0].name)
         if first.device.type != "cuda":
@@ -68,7 +68,7 @@ class Stateless:
 
 
 def outputs_of(spec: OpSpec, inputs: Any) -> tuple[Tensor, ...]:
-    """New tensors for the outputs that a call has, beside its first input."""
+    """New tensors for the outputs of a call, on the device of its first input."""
     sizes = {a.name: getattr(inputs, a.name) for a in spec.attributes}
     sizes |= sizes_of(spec, {name: x.shape for name, x in tensors_of(inputs).items()})
     first: Tensor = getattr(inputs, spec.inputs[0].name)

@@ -1,5 +1,5 @@
-"""A factory of ops without a state. Such an op is one file, beside its Triton functions: its plan, block sizes and
-definition in PyTorch. Imports neither torch nor Triton."""
+"""A factory of ops without a state. Such an op is its Triton functions and one file with its plan, block sizes and definition in PyTorch.
+Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StatelessInputs:
-    """What a call reads: a frozen dataclass with the names of the plan's op, tensors and attributes."""
+    """Inputs of a call: a frozen dataclass with the names of the op's tensors and attributes."""
 
     PLAN: ClassVar[Plan]
 
@@ -29,15 +29,15 @@ class StatelessInputs:
         cls.PLAN = plan
 
     def check(self) -> None:
-        """Raise ShapeError naming the tensor that does not fit, or with the message of the plan's check that fails."""
+        """Raise ShapeError for a tensor that does not fit, or with the message of a failed check of the plan."""
         from still_kernels.sizes import check
 
         check(self.PLAN, self)
 
 
 def defined(compute: Callable[[Any, torch.dtype], Any]) -> Callable[[Any], Any]:
-    """The definition of an op by what computes its results in a type: inputs are checked, their type is widened to at least float32, and
-    results are rounded to it."""
+    """The definition of an op. `compute` calculates results in a given type. Inputs are checked and widened to at least float32; results
+    are rounded to the inputs' type."""
 
     @wraps(compute)
     def definition(inputs: Any) -> Any:
@@ -52,13 +52,13 @@ def defined(compute: Callable[[Any, torch.dtype], Any]) -> Callable[[Any], Any]:
 
 
 def keyed(**own: str) -> dict[str, str]:
-    """The `Plan.key` of an op: the type of activations and what else its variants have; there are no counts."""
+    """The `Plan.key` of an op: the type of activations and the variants' other fields; there are no counts."""
     return {"dtype": "dtype", **own, "count_dtype": "'int32'"}
 
 
 @dataclass(frozen=True)
 class StatelessVariant:
-    """What a set of kernels is compiled for; everything else is a run-time argument."""
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument."""
 
     DTYPES: ClassVar[Sequence[str]] = HALVES
     dtype: str = "float16"
@@ -70,10 +70,10 @@ class StatelessVariant:
 
 @dataclass(frozen=True, kw_only=True)
 class StatelessOp(Op):
-    """An op whose results follow from a call's inputs alone.
+    """An op whose results depend only on a call's inputs.
 
     Args:
-        definition: By PyTorch, in at least float32; of one output a tensor, of several a tuple.
+        definition: In PyTorch, in at least float32; returns a tensor, or a tuple for several outputs.
         tiles: Block sizes of a variant on an architecture (90 for sm_90).
     """
 
@@ -87,7 +87,7 @@ class StatelessOp(Op):
         return Stateless(self.kernels)
 
     def __call__(self, inputs: Any) -> Any:
-        """The results by the fastest form that covers the call; results and errors: see the definition.
+        """Results from the fastest implementation that covers the call; results and errors: see the definition.
 
         Raises:
             UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
@@ -96,12 +96,12 @@ class StatelessOp(Op):
         return self.run(inputs) if has_kernels(first.device) else self.definition(inputs)
 
     def run(self, inputs: Any) -> Any:
-        """The same by the kernels."""
+        """Results from the kernels."""
         results = self._kernels.run(inputs)
         return results if len(self.kernels.spec.outputs) > 1 else results[0]
 
     def launch(self, inputs: Any, *outputs: Tensor, table: TileTable | None = None) -> None:
-        """Run the kernels into outputs that exist; see `Stateless.launch`."""
+        """Run the kernels into existing outputs; see `Stateless.launch`."""
         self._kernels.launch(inputs, *outputs, table=table)
 
 
@@ -122,14 +122,14 @@ def stateless_op(
     """The op of a plan.
 
     Args:
-        defaults: Variants of an archive where nobody chooses.
+        defaults: Variants of an archive by default.
         definition, tiles: See `StatelessOp`.
-        module: Of the op's Triton functions, with `FUNCTIONS` by kernel.
-        covers: Who has kernels for some types only, as a message says it: "gates have".
-        also: What the kernels need of a call beside their types.
-        compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
+        module: Module of the op's Triton functions, with `FUNCTIONS` by kernel.
+        covers: Subject of a message if kernels have only some types: "gates have".
+        also: Further requirements of the kernels on a call.
+        compiled: Compile-time values of a variant besides those of tiles; by default ALIGNED and WHOLE.
         blocks: See `builder`.
-        optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
+        optional: Optional tensors of a call, each with the variant's field that shows its presence.
     """
 
     def flags(variant: Any) -> dict[str, Any]:

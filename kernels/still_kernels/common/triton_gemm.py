@@ -1,4 +1,4 @@
-"""Rows times a weight by matrix instructions, which sum in float32, and the norm in front of them."""
+"""Rows times a weight by matrix instructions with float32 sums, and the norm before it."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

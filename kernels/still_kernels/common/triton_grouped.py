@@ -1,5 +1,5 @@
-"""Each token times the matrices that it goes to. A few tokens: a program has some outputs of one pair of token and matrix. Many: pairs are
-sorted by matrix on the device, and a program has a block of them. Neither reads anything back."""
+"""Each token times its chosen matrices. Few tokens: a program computes some outputs of one (token, matrix) pair. Many tokens: the device
+sorts pairs by matrix, and a program computes a block of them. Nothing is read back from the device."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pairs of token and matrix in the order of their matrices, on the device: nothing is read back."""
+"""Sorts (token, matrix) pairs by matrix, on the device. Nothing is read back."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SORTED = tl.constexpr(16)  # pairs, counts or blocks that a sorting program looks at together
+SORTED = tl.constexpr(16)  # pairs, counts or blocks that a sorting program reads per step
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 ROWS = ["p_past_length", "p_query_start", "p_state_row"]
-"""Pointers of which kernels read single values: an engine gives parts of a batch, which begin anywhere, and each alignment that Triton
-specializes on would be compiled in the middle of its work."""
+"""Pointers to single values that kernels read. An engine passes parts of a batch with any alignment. Triton would compile each alignment
+that it specializes on in the middle of the engine's work."""
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def prefetch(p_row, o_byte, SETTLE: tl.constexpr):
         )
 
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are whole, halves go to the even one
-ROUND_BITS = tl.constexpr(0x4B400000)  # of that float
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: floats near it are integers, halves round to even
+ROUND_BITS = tl.constexpr(0x4B400000)  # bits of that float
 STEPS = tl.constexpr(127.0)
 
 

@@ -1,1 +1,1 @@
-"""Linear layers with weights of 16-bit numbers: definition and kernels."""
+"""Linear layers with 16-bit or e4m3 weights: definition and kernels."""

@@ -1,4 +1,4 @@
-"""Function body of still::DenseMatMul: a product in float32; of codes in e4m3 tokens are rounded to that first."""
+"""Function body of still::DenseMatMul: a product in float32. For e4m3 codes tokens are first rounded to e4m3."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def normed(b: Scope, rows: str, node: onnx.NodeProto, dtype: int) -> str:
-    """Rows in float32 over their root mean square, times norm_weight, rounded as activations are."""
+    """Rows in float32 over their root mean square, times norm_weight, rounded to the activations' type."""
     epsilon = next((a.f for a in node.attribute if a.name == "norm_epsilon"), 1e-5)
     mean = b("ReduceMean", b("Mul", rows, rows), b.constant([-1]))
     scaled = b("Div", rows, b("Sqrt", b("Add", mean, b.constant(epsilon, "float32"))))
@@ -39,7 +39,7 @@ def normed(b: Scope, rows: str, node: onnx.NodeProto, dtype: int) -> str:
 
 
 def _of_codes(b: Scope, rows: str, node: onnx.NodeProto, dims: Mapping[str, int]) -> str:
-    """Rows, rounded to e4m3 with a scale of their own, times codes and their scales."""
+    """Rows, rounded to e4m3 with one scale each, times codes and their scales."""
     inputs, outputs, blocks = dims["I"], dims["O"], dims["IS"]
     if dims["IW"] * 4 != inputs or inputs % blocks:
         raise UnsupportedError(

@@ -1,13 +1,13 @@
-"""Products with 16-bit weights that sum in float32, with a norm and a residual: MatMul becomes still::DenseMatMul.
+"""Replace MatMul with 16-bit weights by still::DenseMatMul, which sums in float32 and includes a norm and a residual.
 
-TensorRT 8.6 sums products of prompts in half precision, whatever type their result is asked for in, and states are then 1.5 to 2.8 times as
-far off as PyTorch's. A weight that is transposed (a head that is the embedding too) is read as it lies: an engine whose weights can be
-replaced (REFIT) folds nothing into them and transposed it anew in each call. What lies between two plugins 8.6 compiles as a part of its
-own, a second each, and runs in launches of its own; a decode step of a small model is bound by launches.
+TensorRT 8.6 sums products of prompts in half precision for any requested output type. Errors of states are then 1.5 to 2.8 times PyTorch's.
+A transposed weight (a head that shares the embedding) is read as stored: an engine with replaceable weights (REFIT) folds nothing into them
+and transposed it in each call. TensorRT 8.6 compiles the nodes between two plugins separately, a second each, and runs them in separate
+launches. Launches dominate a decode step of a small model.
 
-requires: types and shapes of what products read; RMSNormalization as ai.onnx has it since opset 23.
-ensures: no product of tokens [B, T, I] and a float16 weight is left to the runtime; no norm of tokens stands before one product alone; no
-sum of activations and a product, used once and without a residual, is left.
+requires: types and shapes of the products' inputs; RMSNormalization as in ai.onnx since opset 23.
+ensures: the runtime computes no product of tokens [B, T, I] and a float16 weight; no norm of tokens has one product as its only reader; no
+sum of activations and a product that is used once and has no residual is left.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ from still_kernels.dense_matmul.spec import DENSE_MATMUL
 
 
 def sum_in_float32(model: ir.Model) -> int:
-    """Rewrite the main graph, in place.
-
-    Returns:
-        Number of products.
-    """
+    """Rewrite the main graph, in place, and return the number of products."""
     graph = model.graph
     count = 0
     for node in list(graph):
-        if (parts := _parts(node)) is None:  # asked here: what a product reads may be one that was just replaced
+        if (parts := _parts(node)) is None:  # not earlier: an input of the product may have just been replaced
             continue
         count += 1
         tokens, weight, turned = parts
@@ -42,7 +38,7 @@ def sum_in_float32(model: ir.Model) -> int:
         graph.insert_before(node, product)
         old, new = node.outputs[0], product.outputs[0]
         put_in_place(old, new)
-        if new.type is None:  # which nothing infers behind a node of ours
+        if new.type is None:  # unknown after a still node
             assert tokens.shape is not None and weight.shape is not None
             typed(new, [*tokens.shape[:2], weight.shape[0 if turned else 1]], ir.DataType.FLOAT16)
         graph.remove(node, safe=True)
@@ -53,13 +49,13 @@ def sum_in_float32(model: ir.Model) -> int:
 
 
 def sums_in_float32(model: ir.Model) -> str:
-    """No product in half precision is left to the runtime."""
+    """The runtime computes no product in half precision."""
     left = [str(node.name) for node in model.graph if _parts(node) is not None]
     return f"products that sum in half precision, {', '.join(left[:3])}" if left else ""
 
 
 def _parts(node: ir.Node) -> tuple[ir.Value, ir.Value, bool] | None:
-    """Tokens and weight of a product in half precision, and whether the weight lies transposed; None: it is something else."""
+    """Tokens and weight of a product in half precision, and whether the weight is transposed; None for other nodes."""
     if not is_standard(node, "MatMul"):
         return None
     tokens, weight = node.inputs
@@ -105,7 +101,7 @@ def _with_norm(match: Match) -> Sequence[ir.Value]:
 
 def _takes_residual(match: Match) -> bool:
     made, other, total = (match.value(pattern) for pattern in (PRODUCT, OTHER, TOTAL))
-    # One that has a residual already, as the second of a LoRA pair has its base's product, keeps it.
+    # A product keeps its residual: the second one of a LoRA pair has its base's product.
     free = other is not made and not _given(match.node(PRODUCT), RESIDUAL)
     return free and other.dtype == total.dtype is not None and other.shape == made.shape
 
@@ -117,7 +113,7 @@ def _with_residual(match: Match) -> Sequence[ir.Value]:
 def _changed(
     match: Match, node: ir.Node, inputs: dict[int, ir.Value], attributes: dict[str, float]
 ) -> Sequence[ir.Value]:
-    """`node` with other inputs, by place, and more attributes."""
+    """`node` with other inputs, by index, and more attributes."""
     given: list[ir.Value | None] = [*node.inputs, *[None] * (max(inputs) + 1 - len(node.inputs))]
     for place, value in inputs.items():
         given[place] = value

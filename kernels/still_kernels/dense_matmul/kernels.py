@@ -1,4 +1,4 @@
-"""Rows times a weight, with a norm in front and a sum behind."""
+"""Rows times a weight, with an optional norm before and sum after."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

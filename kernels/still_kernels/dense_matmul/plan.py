@@ -1,4 +1,4 @@
-"""still::DenseMatMul: tokens times a weight of 16-bit numbers or in e4m3, with a norm in front and a sum behind; sums in float32."""
+"""still::DenseMatMul: tokens times a 16-bit or e4m3 weight, with an optional norm before and sum after; sums in float32."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ EIGHT = gemm.Gemm(
     programs="many8_programs",
     fewest="many8_fewest",
 )
-"""Of codes in e4m3."""
+"""The GEMM of e4m3 codes."""
 MOST = 448.0
-"""The largest number of e4m3."""
+"""Largest e4m3 number."""
 BLOCK = 128
-"""Inputs that share a scale where those of an output have several."""
+"""Inputs that share a scale if an output has several."""
 ROUND = Branch(
     f"I <= {blocks.FLOAT8_SHORT}",
     (Launch("round8_short", ("tokens", "1", "1")),),
@@ -102,7 +102,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, all of one type; see the op's spec."""
 
     input: Tensor
     weight: Tensor | None = None
@@ -115,7 +115,7 @@ class Inputs(StatelessInputs, plan=PLAN):
 
     @property
     def inner_first(self) -> Tensor:
-        """The weight as [I, O], of codes in float32."""
+        """The weight as [I, O]; codes in float32."""
         if self.codes is not None:
             import torch
 
@@ -131,13 +131,13 @@ def rounded_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
-    scales = most / torch.full_like(most, MOST)  # by a number CUDA multiplies with the reciprocal
+    scales = most / torch.full_like(most, MOST)  # CUDA would multiply by a number's reciprocal
     return (wide / torch.where(scales > 0, scales, 1)).clamp(-MOST, MOST).to(torch.float8_e4m3fn), scales
 
 
 @defined
 def naive_dense_matmul(inputs: Inputs, wide: dtype) -> Tensor:
-    """Tokens, normed where there is norm_weight, rounded where the weight is codes, times the weight, plus the residual: [B, T, O]."""
+    """[B, T, O]: tokens, normalized if norm_weight is given and rounded if the weight has codes, times the weight, plus the residual."""
     from still_kernels.common.naive import naive_norm
 
     x = inputs.input
@@ -152,14 +152,14 @@ def naive_dense_matmul(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """What kernels are compiled for.
+    """Properties that kernels are compiled for.
 
     turned: Whether the weight is [O, I].
     normed, residual: Whether there are such inputs.
-    aligned: Whether inputs and outputs are multiples of 8, which may be read and stored at once.
-    whole: Whether inputs are a multiple of `gemm_plan.INNER`.
-    span: How many outputs there are (`gemm_plan.SPANS`).
-    float8, blocked: Whether the weight is in e4m3, with a scale for each block of an output's inputs.
+    aligned: Whether I and O are multiples of 8, for 16-byte accesses.
+    whole: Whether I is a multiple of `gemm_plan.INNER`.
+    span: Class of the number of outputs (`gemm_plan.SPANS`).
+    float8, blocked: Whether the weight is e4m3, and has a scale for each block of an output's inputs.
     """
 
     turned: int = 0
@@ -178,14 +178,14 @@ class Variant(StatelessVariant):
 
 
 FLOAT8_ARCH = 89
-"""The first architecture with matrix instructions for e4m3."""
+"""First architecture with matrix instructions for e4m3."""
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:
     """Block sizes on an architecture (90 for sm_90).
 
     Raises:
-        ConfigError: It has no matrix instructions for e4m3, and the weight is in that.
+        ConfigError: The weight is e4m3, and the architecture has no matrix instructions for it.
     """
     if variant.float8:
         if arch < FLOAT8_ARCH:
@@ -220,7 +220,7 @@ DEFAULTS = [
     *(Variant(dtype, residual=1) for dtype in HALVES),
     *(Variant(dtype, turned=1, normed=1, span=3) for dtype in HALVES),
 ]
-"""Both types: a plain GEMM of each span, one behind a norm, one with a residual, and a head."""
+"""For both types: a plain GEMM of each span, one after a norm, one with a residual, and a head."""
 
 
 OP = stateless_op(

@@ -1,4 +1,4 @@
-"""still::DenseMatMul: a product with a weight of 16-bit numbers or in e4m3 whose sums are in float32, for runtimes that have none."""
+"""still::DenseMatMul: a product with a 16-bit or e4m3 weight and float32 sums, for runtimes without one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 DENSE_MATMUL = OpSpec(
-    # Symbols: I inputs, O outputs; IW words of codes of an output, IS blocks of inputs. One of the three weights is given: numbers of an
-    # output beside each other, as a MatMul has them, or of an input, as an embedding that is the head too, or codes in e4m3 with a scale
-    # for each output or for each block of inputs of it, four in a word, the first one lowest: plugins of TensorRT take no bytes.
-    # With norm_weight the root mean square of a token is divided out of it first.
+    # Symbols: I inputs, O outputs; IW words of codes of an output, IS blocks of inputs. Exactly one of three weights is given: [I, O] like
+    # MatMul's; [O, I] like an embedding that is also the head; or e4m3 codes with a scale for each output, or for each block of its
+    # inputs. A word has four codes, the first in the lowest byte, because TensorRT plugins support no bytes.
+    # With norm_weight a token is first divided by its root mean square.
     #
-    # A token that codes are multiplied with is rounded to e4m3, too: with a the largest magnitude of its numbers, scale = a / 448 and
-    # code = x / scale, both divided in float32, codes to the nearest number, halves to the even one; of a token of zeros all are 0, and
-    # of one that has a number that is none so are all outputs.
+    # A token that is multiplied by codes is rounded to e4m3, too. With a its largest magnitude, scale = a / 448 and code = x / scale, both
+    # divided in float32, codes rounded to the nearest number and halves to even. All codes of a zero token are 0. A token with a NaN or
+    # infinity has NaN outputs.
     name="DenseMatMul",
     torch_name="dense_matmul",
     inputs=(
@@ -33,11 +33,11 @@ DENSE_MATMUL = OpSpec(
 
 
 def _e4m3(code: int) -> float:
-    """The number of a code: a sign, four bits of exponent and three more; without infinities."""
+    """The number of a code: sign, four exponent bits, three mantissa bits; no infinities."""
     power, last = code >> 3 & 15, code & 7
     size = last / 512 if not power else (8 + last) * 2.0 ** (power - 10)
     return math.nan if code & 127 == 127 else math.copysign(size, 127.5 - code)
 
 
 NUMBERS = [_e4m3(code) for code in range(256)]
-"""In e4m3, by code."""
+"""e4m3 numbers by code."""

@@ -1,8 +1,8 @@
-"""Rows times a weight in e4m3: each row is rounded with a scale of its own, and matrix instructions multiply the codes.
+"""Rows times an e4m3 weight: each row is rounded with its own scale, and matrix instructions multiply the codes.
 
-Sums of such instructions have fewer bits than float32 on sm_90. Those of many rows stay there, as in PyTorch's scaled products with fast
-sums: over 14,336 inputs that is an error of 0.3%, where rounding the rows is one of 3.7%. Those of a few rows, whose time is that of
-reading the weight, are added to float32 every BK products.
+These instructions sum with fewer bits than float32 on sm_90. Many rows accept that, as PyTorch's scaled products with fast sums do: over
+14,336 inputs the error is 0.3%, while rounding the rows errs 3.7%. Few rows, whose time is that of reading the weight, add to float32 every
+BK products.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ import triton.language as tl
 from still_kernels.common.triton_gemm import added_to, block_of, corner_of, scale_of_row, store_sum
 
 MOST = tl.constexpr(448.0)
-"""The largest number of e4m3."""
+"""Largest e4m3 number."""
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""The feed-forward layers that each token was routed to: definition."""
+"""The feed-forward experts of each token: definition."""

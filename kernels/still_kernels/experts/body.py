@@ -1,4 +1,4 @@
-"""Function bodies of still::Experts: a loop over the experts that were chosen; and around ONNX Runtime's op for float32 on CPUs."""
+"""Function bodies of still::Experts: a loop over the chosen experts; and ONNX Runtime's op for float32 on CPUs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from still_graphs.functions.builder import BOOL, FLOAT, INT64, Body, Scope
 from still_kernels.experts.spec import EXPERTS
 
 LEAST, NEVER = 1e-30, -1e30
-"""Weight whose logarithm stands for 0, and the logit of an expert that was not chosen."""
+"""The weight that replaces 0 in a logarithm, and the logit of an expert that was not chosen."""
 
 
 Matrix = Callable[[Scope, str, str], str]
-"""Adds nodes that make one expert's matrix, float32 [rows, inputs], to a scope, from a name of the op's inputs and the expert's number."""
+"""Function (scope, input name, expert number) that adds nodes for one expert's matrix, float32 [rows, inputs]."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`, which computes in float32 with weights of the activations' type."""
+    """The function of `node`, in float32 with weights of the activations' type."""
     b = Scope()
     loop_over_experts(
         b, activation_of(node, dims), dtype, dims, lambda turn, name, e: turn.cast(turn("Gather", name, e), FLOAT)
@@ -29,10 +29,10 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def loop_over_experts(b: Scope, activation: str, dtype: int, dims: Mapping[str, int], matrix: Matrix) -> None:
-    """The output of the op, from its inputs of these names and what `matrix` makes of the others.
+    """The output of the op. `matrix` makes the experts' matrices.
 
-    A turn takes one expert that was chosen and all tokens that go to it: pairs of token and expert are sorted once, and no weight of
-    another expert is read.
+    Each iteration processes one chosen expert with all its tokens. (token, expert) pairs are sorted once, and weights of other experts are
+    not read.
     """
     tokens = b.reshape(b.cast("input", FLOAT), -1, dims["I"])
     pairs = b.cast(b.reshape("expert", -1), INT64)
@@ -68,7 +68,7 @@ def loop_over_experts(b: Scope, activation: str, dtype: int, dims: Mapping[str, 
 
 
 def scattered(b: Scope, dims: Mapping[str, int], values: str, elsewhere: float) -> str:
-    """`values` [tokens, K] at the chosen of all experts, float32 [tokens, E]."""
+    """`values` [tokens, K] at the chosen experts, `elsewhere` at others, float32 [tokens, E]."""
     shape = b("Concat", b.dim(values, 0), [dims["E"]], axis=0)
     others = b("ConstantOfShape", shape, value=helper.make_tensor("others", FLOAT, [1], [elsewhere]))
     chosen = b.cast(b.reshape("expert", -1, dims["K"]), INT64)
@@ -78,9 +78,9 @@ def scattered(b: Scope, dims: Mapping[str, int], values: str, elsewhere: float) 
 def runtime_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto | None:
-    """The function of `node` around `domain`'s MoE, where that has kernels on CPUs.
+    """The function of `node` around `domain`'s MoE, if that has CPU kernels.
 
-    It routes by itself: logits whose softmax over the chosen experts is their share of all weights give any weights, times their sum.
+    MoE does its own routing. Any weights can be expressed as their sum times a softmax over logits of the chosen experts.
     """
     if dtype != FLOAT or activation_of(node, dims) != "swiglu":
         return None
@@ -98,14 +98,14 @@ def runtime_body(
         activation_beta=0.0,
         normalize_routing_weights=0,
     )
-    # MoE of 1.31 gives zeros where it may write over its input, whose last reader it is: this one comes later and changes nothing.
+    # MoE of ONNX Runtime 1.31 returns zeros if it may overwrite its input. This later reader prevents that and changes nothing.
     guarded = b("Where", b.constant(False, "bool"), "input", mixed)
     b("Mul", guarded, b("ReduceSum", "weight", [2], keepdims=1), out="output")
     return b.function(EXPERTS, node, imports, "expert")
 
 
 def activation_of(node: onnx.NodeProto, dims: Mapping[str, int]) -> str:
-    """What stands between the matrices."""
+    """The activation between the matrices."""
     set_ = {a.name: a.s.decode() for a in node.attribute}
     activation = str(set_.get("activation", EXPERTS.attribute("activation").default))
     rows = {"swiglu": 2 * dims["M"], "relu2": dims["M"]}.get(activation)

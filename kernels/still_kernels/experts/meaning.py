@@ -1,4 +1,4 @@
-"""The definition of still::Experts: one expert after the other, with the tokens that go to it."""
+"""Definition of still::Experts: one expert after the other, each with its tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_kernels.torch_ops import traced_op
 class Inputs:
     """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64.
 
-    rounded: What becomes of the rows that each matrix reads, for runtimes that round them; None: nothing.
+    rounded: Applied to the rows that each matrix reads, for runtimes that round them; None: nothing.
     """
 
     input: Tensor
@@ -31,7 +31,7 @@ class Inputs:
     rounded: Callable[[Tensor], Tensor] | None = None
 
     def check(self) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
+        """Raise ShapeError for a tensor or attribute that does not fit."""
         sizes = sizes_of_call(EXPERTS, self)
         rows = sizes["M"] * (2 if self.activation == "swiglu" else 1)
         if sizes["R"] != rows:
@@ -60,5 +60,5 @@ def naive_experts(inputs: Inputs) -> Tensor:
 
 @traced_op(EXPERTS, Inputs)
 def experts(inputs: Inputs) -> tuple[Tensor]:
-    """The same alone in a tuple; one node where a program is traced."""
+    """`naive_experts` in a tuple; one node in a traced program."""
     return (naive_experts(inputs),)

@@ -1,4 +1,4 @@
-"""still::Experts: kernels; its definition is `meaning.py`."""
+"""Kernels of still::Experts; see `meaning.py` for the definition."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""still::Experts: the feed-forward layers that each token was routed to, summed by their weights."""
+"""still::Experts: weighted sum of the feed-forward experts that each token is routed to."""
 
 from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 EXPERTS = OpSpec(
-    # Symbols: I channels, E experts, K of them chosen, M channels inside, R rows of the first matrix: 2 M with "swiglu", whose gate and
-    # up projection take turns (g0, u0, g1, u1, ..), M with "relu2". output = sum over the chosen of weight * down f(gate_up input),
-    # f = silu(gate) * up or relu(up)^2, summed in at least float32. No expert is chosen twice.
+    # Symbols: I channels, E experts, K chosen experts, M inner channels, R rows of the first matrix: 2 M for "swiglu", with gate and up
+    # rows interleaved (g0, u0, g1, u1, ..), M for "relu2". output = sum over the chosen experts of weight * down f(gate_up input), with
+    # f = silu(gate) * up or relu(up)^2, summed in at least float32. The chosen experts are distinct.
     name="Experts",
     torch_name="experts",
     inputs=(

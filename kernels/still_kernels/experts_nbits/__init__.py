@@ -1,1 +1,1 @@
-"""Experts whose matrices have 4 or 8 bits: definition."""
+"""Experts with 4- or 8-bit matrices: definition."""

@@ -1,4 +1,4 @@
-"""Function bodies of still::ExpertsNBits: the loop of still::Experts with each matrix as numbers; and around ONNX Runtime's op for CPUs."""
+"""Function bodies of still::ExpertsNBits: the loop of still::Experts with dequantized matrices; and ONNX Runtime's op for CPUs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 
 WORD_BITS = 32
 ACCURACY_LEVEL = {int(FLOAT): 4, int(TensorProto.FLOAT16): 0}
-"""4: activations are rounded to 8 bits, block by block, as MatMulNBits does here: 4 bits take 0.76 ms a token in the place of 1.9
-(E 64, M 512, k 6, ONNX Runtime 1.31.1), 8 bits have no other kernel. Float16 stands in for kernels of GPUs, which round nothing."""
+"""4: activations are rounded to 8 bits in blocks, as in MatMulNBits here. 4-bit weights then take 0.76 instead of 1.9 ms a token (E 64, M
+512, k 6, ONNX Runtime 1.31.1); 8-bit weights have no other kernel. Float16 stands in for GPU kernels, which do not round."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`, which computes in float32 with weights rounded to the activations' type."""
+    """The function of `node`, in float32 with weights rounded to the activations' type."""
     bits, block, sizes = _form(node, dims)
     given = _given(node)
 
     def codes(turn: Scope, words: str, width: int) -> str:
-        """[rows, codes] of words [rows, W], float32."""
+        """float32 [rows, codes] of words [rows, W]."""
         shifts = turn.constant(range(0, WORD_BITS, bits), "uint32")
         spread = turn("BitShift", turn.unsqueeze(turn.cast(words, TensorProto.UINT32), 2), shifts, direction="RIGHT")
         masked = turn("BitwiseAnd", spread, turn.constant((1 << bits) - 1, "uint32"))
@@ -49,7 +49,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 def runtime_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto | None:
-    """The function of `node` around `domain`'s QMoE, which reads bytes: of constants they are made once, when a session is opened."""
+    """The function of `node` around `domain`'s QMoE, which reads bytes. Bytes of constants are computed once, when a session opens."""
     bits, block, sizes = _form(node, dims)
     if dtype not in (FLOAT, TensorProto.FLOAT16) or activation_of(node, sizes) != "swiglu":
         return None
@@ -67,7 +67,7 @@ def runtime_body(
         return bytes_of(name, -(-sizes[columns] // block * bits // 8)) if name in given else None
 
     weight = b.reshape("weight", -1, dims["K"])
-    # What it chooses by, and what it weighs by.
+    # Inputs for the choice and for the weights.
     router = scattered(b, dims, b("Add", b("Mul", weight, 0.0), 1.0), 0.0)
     weights = scattered(b, dims, weight, 0.0)
     mixed = b(
@@ -96,7 +96,7 @@ def _given(node: onnx.NodeProto) -> set[str]:
 
 
 def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int, dict[str, int]]:
-    """Bits, block size, and `dims` with the channels inside."""
+    """Bits, block size, and `dims` with the inner channels."""
     set_ = {a.name: a.i for a in node.attribute}
     bits, block = (set_.get(name, EXPERTS_NBITS.attribute(name).default) for name in ("bits", "block_size"))
     assert isinstance(bits, int) and isinstance(block, int)

@@ -1,7 +1,7 @@
-"""A few tokens times the experts that they go to: a program has some outputs of a pair of token and expert, or of all pairs of a token.
+"""Few tokens times their experts. A program computes some outputs of one (token, expert) pair, or of all pairs of a token.
 
-Warps have tiles of a pair's inputs, of which so many are asked for at once that a program mostly waits for memory once. Codes go into
-matrix instructions as those of MatMulNBits do (`still_kernels.common.gluon_codes`), whose first column is the token.
+Warps process tiles of a pair's inputs. They request so many at once that a program mostly waits for memory only once. Codes go into matrix
+instructions like those of MatMulNBits (`still_kernels.common.gluon_codes`), with the token in the first column.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,4 +1,4 @@
-"""The definition of still::ExpertsNBits: still::Experts with the matrices as numbers."""
+"""Definition of still::ExpertsNBits: still::Experts with dequantized matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_kernels.sizes import sizes_of_call
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call (see the op's spec); without zero points codes are around the middle of the grid."""
+    """Tensors and attributes of one call (see the op's spec). Without zero points codes are centred on the middle of the grid."""
 
     input: Tensor
     expert: Tensor
@@ -31,11 +31,11 @@ class Inputs:
     block_size: int = 32
 
     def check(self) -> None:
-        """Raise ShapeError naming the tensor that does not fit."""
+        """Raise ShapeError for a tensor that does not fit."""
         sizes_of_call(EXPERTS_NBITS, self)
 
     def dequantized(self, name: str) -> Tensor:
-        """`gate_up` or `down` as numbers of the activations' type, [E, rows, columns]."""
+        """`gate_up` or `down` in the activations' type, [E, rows, columns]."""
         scales, zero = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zero_points")
         codes = _codes(getattr(self, name), self.bits).unflatten(-1, (scales.shape[-1], -1))
         middle = 1 << (self.bits - 1) if zero is None else _codes(zero, self.bits)[..., : scales.shape[-1], None]
@@ -50,6 +50,6 @@ def naive_experts_nbits(inputs: Inputs) -> Tensor:
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """Codes of words along the last axis, the lowest first."""
+    """Codes of words along the last axis, the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)

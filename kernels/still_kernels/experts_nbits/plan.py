@@ -1,4 +1,4 @@
-"""still::ExpertsNBits: the kernels of still::Experts over words of codes; its definition is `meaning.py`."""
+"""Kernels of still::ExpertsNBits, which read words of codes; see `meaning.py` for the definition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAN = grouped_plan(
 
 @dataclass(frozen=True)
 class Variant(GroupedVariant):
-    """Like `GroupedVariant`; zero_points: whether there are any."""
+    """Like `GroupedVariant`; zero_points: whether they exist."""
 
     bits: int = 4
     block_size: int = 32

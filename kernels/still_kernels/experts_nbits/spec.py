@@ -1,4 +1,4 @@
-"""still::ExpertsNBits: still::Experts with matrices of 4 or 8 bits in blocks."""
+"""still::ExpertsNBits: still::Experts with 4- or 8-bit matrices in blocks."""
 
 from __future__ import annotations
 

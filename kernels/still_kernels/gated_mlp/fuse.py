@@ -1,4 +1,4 @@
-"""The products of a feed-forward layer with its norm, gate and residual in one node: still::GatedMlp.
+"""Fuse the products of a feed-forward layer with its norm, gate and residual: still::GatedMlp.
 
 requires: the products of still::DenseMatMul with their norms and residuals.
 ensures: no such layer is left.

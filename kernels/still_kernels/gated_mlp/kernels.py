@@ -1,4 +1,4 @@
-"""Two GEMMs of the same rows, one of which gates the other; and the GEMM behind them."""
+"""Two GEMMs of the same rows, one of which gates the other; and the GEMM of the result."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""still::GatedMlp: a feed-forward layer with a gate, behind its norm, added to what it reads; sums in float32."""
+"""still::GatedMlp: a gated feed-forward layer with its norm and residual; sums in float32."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PLAN = Plan(
     ),
     persistent=(ARRIVALS,),
     matrices=(*GATED.matrices, *DOWN.matrices),
-    arguments={"M": "tokens", "N": "M", "K": "I", "epsilon": "norm_epsilon"},  # rows, numbers between, inputs
+    arguments={"M": "tokens", "N": "M", "K": "I", "epsilon": "norm_epsilon"},  # rows, inner channels, inputs
     steps=(Branch(gemm.FEW, (GATED.few_step(), DOWN.split_step()), (gemm.NORM, GATED.many_step(), DOWN.many_step())),),
 )
 
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, all of one type; see the op's spec."""
 
     input: Tensor
     norm_weight: Tensor
@@ -68,8 +68,8 @@ def naive_gated_mlp(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """aligned: Whether sizes are multiples of 8, which may be read and stored at once; whole: of `gemm_plan.INNER`.
-    span, gated_span: How many outputs the second GEMM has, and the first (`gemm_plan.SPANS`)."""
+    """aligned: Whether sizes are multiples of 8, for 16-byte accesses; whole: of `gemm_plan.INNER`.
+    span, gated_span: Class of the number of outputs of the second and the first GEMM (`gemm_plan.SPANS`)."""
 
     aligned: int = 1
     whole: int = 1

@@ -1,11 +1,11 @@
-"""still::GatedMlp: a feed-forward layer with its norm and its residual, sums in float32, for runtimes that sum in half precision."""
+"""still::GatedMlp: a feed-forward layer with its norm and residual and float32 sums, for runtimes that sum in half precision."""
 
 from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 GATED_MLP = OpSpec(
-    # Symbols: I inputs, M numbers between. output = input + (silu(gate) * up) @ down, gate and up the halves of norm(input) @ gate_up.
+    # Symbols: I inputs, M inner channels. output = input + (silu(gate) * up) @ down, gate and up the halves of norm(input) @ gate_up.
     name="GatedMlp",
     torch_name="gated_mlp",
     inputs=(

@@ -1,1 +1,1 @@
-"""Rows of a weight of K-quants: definition."""
+"""Rows of a K-quant weight: definition."""

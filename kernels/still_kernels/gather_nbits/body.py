@@ -1,4 +1,4 @@
-"""Function body of still::GatherNBits: the eight rows that lie in one another, and of these the one that is asked for as numbers."""
+"""Function body of still::GatherNBits: unpacks the requested row from a group of eight interleaved rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_kernels.matmul_nbits.body import HIGH_BITS, LOW_BITS, fields
 from still_kernels.matmul_nbits.spec import NUMBERS, SUPER, TILE, WORDS
 
 SCALES = 16
-"""Scales of a block of 256 inputs, bytes: of Q4_K eight, and as many of what is subtracted."""
+"""Bytes of scales in a block of 256 inputs: for Q4_K eight scales and eight offsets."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -31,7 +31,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     rows = b("Add", b.unsqueeze(b("Mul", first, TILE), -1), b.constant(range(TILE)))
 
     def of_lane(values: str, place: str, count: int, nothing: str | float) -> str:
-        """Of [B, T, supers, n, count] the numbers at `place` [B, T], [B, T, supers, n]."""
+        """Values of [B, T, supers, n, count] at index `place` [B, T], [B, T, supers, n]."""
         here = b("Equal", b.unsqueeze(place, -1), b.constant(range(count)))
         kept = b("Where", b.unsqueeze(here, 2, 3), values, nothing)
         return b("ReduceSum", kept, [4], keepdims=0)

@@ -1,11 +1,11 @@
-"""still::GatherNBits: rows of an embedding whose weight is GGUF's Q4_K or Q6_K, as still::MatMulNBits reads it."""
+"""still::GatherNBits: rows of an embedding in GGUF's Q4_K or Q6_K, in the layout of still::MatMulNBits."""
 
 from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 GATHER_NBITS = OpSpec(
-    # Symbols and layout of `blocks` and `scales`: those of MatMulNBits with super_block=256, whose head may read the same bytes.
+    # Symbols and layout of `blocks` and `scales`: see MatMulNBits with super_block=256; a head may read the same bytes.
     name="GatherNBits",
     torch_name="gather_nbits",
     inputs=(

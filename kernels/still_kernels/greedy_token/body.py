@@ -1,4 +1,4 @@
-"""Function body of still::GreedyToken: the first of the largest numbers, -1 where there is none that is finite."""
+"""Function body of still::GreedyToken: index of the first largest logit, -1 if none is finite."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from still_kernels.greedy_token.spec import GREEDY_TOKEN
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments: see `still_graphs.functions.function_body`. Not every runtime compares half precision."""
+    """The function of `node`; arguments: see `still_graphs.functions.function_body`. Compares in float32, because some runtimes cannot
+    compare half precision."""
     b = Scope()
     logits = b.cast("logits", TensorProto.FLOAT)
     infinite = b.constant(np.inf, "float32")
-    rank = b("Where", b("Less", logits, infinite), logits, infinite)  # NaN too
+    rank = b("Where", b("Less", logits, infinite), logits, infinite)  # also for NaN
     best = b("ArgMax", rank, axis=-1, keepdims=1)
     finite = b("Less", b("Abs", b("GatherElements", rank, best, axis=-1)), infinite)
     b.cast(b("Squeeze", b("Where", finite, best, -1), [-1]), TensorProto.INT32, out="token")

@@ -1,6 +1,6 @@
-"""The most likely token of every row by one node, still::GreedyToken.
+"""Add the most likely token of every row by one node, still::GreedyToken.
 
-ONNX Runtime's CUDA provider has no ArgMax of this opset: all logits would go to the host for it.
+ONNX Runtime's CUDA provider has no ArgMax of this opset and would copy all logits to the host.
 
 requires: an output `logits`, [batch, tokens, vocabulary].
 ensures: an output `next_token`, [batch, tokens], int32.
@@ -19,7 +19,7 @@ from still_kernels.greedy_token.spec import GREEDY_TOKEN
 
 
 def add_greedy_node(model: ir.Model) -> int:
-    """As `add_greedy_token`, by one node."""
+    """Like `add_greedy_token`, by one node."""
     return add_token(model, _node)
 
 

@@ -1,4 +1,4 @@
-"""One launch for the likeliest tokens, a program for each row of logits."""
+"""One launch for the likeliest tokens, with a program for each row of logits."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

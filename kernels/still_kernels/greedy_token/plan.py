@@ -31,7 +31,7 @@ class Inputs(StatelessInputs, plan=PLAN):
 
 
 def naive_greedy_token(inputs: Inputs) -> Tensor:
-    """The first of the likeliest tokens, int32 [B, T]; -1 where a logit is NaN or the largest is infinite: the model overflowed.
+    """The first of the likeliest tokens, int32 [B, T]; -1 if a logit is NaN or the largest is infinite, as after an overflow.
     ShapeError: The logits do not fit."""
     import torch
 
@@ -43,15 +43,15 @@ def naive_greedy_token(inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """aligned: Whether the vocabulary is a multiple of 8, which may be read at once."""
+    """aligned: Whether V is a multiple of 8, for 16-byte loads."""
 
     DTYPES = DTYPES
     aligned: int = 1
 
 
 TILES = TileTable({"greedy": KernelTile({"BC": 8192}, 16)})
-"""One for every variant and architecture. One program reads all of a row of logits, so many in flight: 49,152 in six turns, Llama's
-128,256 in sixteen."""
+"""One for every variant and architecture. A program reads a whole row of logits, so many loads are in flight: 49,152 logits in six
+iterations, Llama's 128,256 in sixteen."""
 
 OP = stateless_op(
     PLAN,

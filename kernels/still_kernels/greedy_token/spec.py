@@ -1,11 +1,11 @@
-"""still::GreedyToken: the likeliest token, for runtimes that would take all logits to the host to find it."""
+"""still::GreedyToken: the likeliest token, for runtimes that would copy all logits to the host to find it."""
 
 from __future__ import annotations
 
 from still_graphs.spec import OpSpec, TensorSpec
 
 GREEDY_TOKEN = OpSpec(
-    # Symbols: V tokens of the vocabulary. The first of the likeliest; -1 where a logit is NaN or the
+    # Symbols: V tokens of the vocabulary. The first of the likeliest; -1 if a logit is NaN or the
     # largest is infinite.
     name="GreedyToken",
     torch_name="greedy_token",

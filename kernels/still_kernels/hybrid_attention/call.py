@@ -1,4 +1,4 @@
-"""From op, device and dtype to the kernel that computes it, or the reason why there is none."""
+"""Choice of the implementation of a call, by op, device and dtype, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Result = tuple[Tensor, HybridAttentionState]
 
 
 def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
-    """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
+    """Reasons why the Triton kernels do not cover a layer, one line per property with the covered values; empty if they do."""
     return KERNELS.refusals(Call(config.symbols(), config.attributes(), dtype=str(dtype).removeprefix("torch.")))
 
 
 def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedError, with what is covered, where no Triton kernel covers a layer on a device."""
+    """Raise UnsupportedError, with the covered values, if no Triton kernel covers a layer on a device."""
     if device.type != "cuda":
         raise UnsupportedError(f"device {device.type!r} has no kernel; known: cpu (PyTorch, chunked), cuda (Triton).")
     reasons = _refusals(config, dtype)
@@ -45,11 +45,12 @@ def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: tor
         )
 
 
-_refusals = functools.lru_cache(refusals)  # asked at every call
+_refusals = functools.lru_cache(refusals)  # called for every call of the op
 
 
 def demand_contiguous(tensors: dict[str, Tensor]) -> None:
-    """The kernels take addresses and compute strides from shapes; what they write in place cannot be copied first."""
+    """Raise ShapeError for a tensor that is not contiguous. Kernels compute strides from shapes, and tensors written in place cannot be
+    copied first."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ShapeError(
@@ -79,13 +80,13 @@ def _triton(
     present_length = torch.empty_like(state.length) if tokens == 1 else None
     given = replace(as_read(inputs), new_tokens=new_tokens)
     launch_hybrid_attention(given, config, state, output, present_length=present_length)
-    if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
+    if present_length is None:  # decode writes it itself: a separate kernel would cost a tenth of a step
         present_length = state.length + new_tokens.to(state.length.dtype)
     return output, replace(state, length=present_length)
 
 
 def as_read(inputs: Inputs) -> Inputs:
-    """What kernels compute addresses of from shapes contiguous, and the feature maps in the type of the tokens."""
+    """`inputs` as kernels need them: contiguous where they compute strides from shapes, and feature maps in the type of the tokens."""
     names = ("query", "key", "value", "gate", "feature_q_weight", "feature_k_weight")
     found: dict[str, Any] = {name: x.contiguous() for name in names if (x := getattr(inputs, name)) is not None}
     maps = {name: found[name].to(inputs.query.dtype) for name in ("feature_q_weight", "feature_k_weight")}
@@ -93,12 +94,12 @@ def as_read(inputs: Inputs) -> Inputs:
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:
-    """The implementation that `hybrid_attention` uses on a device."""
+    """The implementation of `hybrid_attention` on a device."""
     return chunked_hybrid_attention if device.type == "cpu" else _triton
 
 
 class _Recompute(torch.autograd.Function):
-    """The kernel's forward; the backward repeats the call in PyTorch, chunk by chunk, and differentiates that."""
+    """The forward pass runs the kernel; the backward pass repeats the call in PyTorch, chunk by chunk, and differentiates it."""
 
     @staticmethod
     def forward(ctx, config, state, *tensors):  # type: ignore[no-untyped-def]
@@ -123,17 +124,16 @@ def hybrid_attention(
 ) -> Result:
     """Hybrid attention by the fastest kernel that covers the call; results: see `chunked_hybrid_attention`.
 
-    On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the salient cache with
-    overflow="error" gets NaN outputs instead of an exception. On the CPU the chunked form. Where an input asks for
-    gradients they come, on CUDA, from recomputation in PyTorch; states carry none.
+    The Triton kernels run on CUDA and read nothing back to the host: a row that outgrows the salient cache with overflow="error" gets NaN
+    outputs instead of an exception. CPUs use the chunked form. Gradients on CUDA come from recomputation in PyTorch; states have none.
 
     Args:
-        in_place: Write the new state into `state`'s tensors (CUDA; the CPU form always makes new ones); `length` of the
-            returned state is new in any case. Not with gradients.
+        in_place: Write the new state into `state`'s tensors (CUDA; CPUs always make new ones); `length` of the returned state is always
+            new. Not with gradients.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
-        ShapeError: A tensor does not fit, or a state that is to be written in place is not contiguous.
+        ShapeError: A tensor does not fit, or a state to be written in place is not contiguous.
     """
     differentiate = inputs.wants_gradients()
     if not has_kernels(inputs.query.device):
@@ -148,9 +148,9 @@ def hybrid_attention(
 
 
 def bind_decode(inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState) -> Bound | None:
-    """Launches laid out for decode steps like this one, which write into `state`; None where no kernel reads its tensors as they are.
+    """Prepared launches for decode steps like this one, which write into `state`; None if kernels would need copies of its tensors.
 
-    Each call brings output, query, key, value, gate where the layer has one, the feature weights, new_tokens and past_length, of these
+    Each call passes output, query, key, value, gate if the layer has one, the feature weights, new_tokens and past_length, with these
     shapes and types.
 
     Raises:
@@ -171,7 +171,7 @@ def bind_decode(inputs: Inputs, config: HybridAttentionConfig, state: HybridAtte
 
 
 class _KernelsWhole(torch.autograd.Function):
-    """The Triton kernels forward and backward. A call keeps its inputs, its output and its selection."""
+    """Triton kernels for both passes. A call saves its inputs, its output and its selection."""
 
     @staticmethod
     def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
@@ -193,7 +193,7 @@ class _KernelsWhole(torch.autograd.Function):
 
 
 def _whole_with_selection(inputs: Inputs, config: HybridAttentionConfig) -> tuple[Tensor, Tensor]:
-    """Output of the kernels, and the selection as `whole_gradients` takes it."""
+    """Output of the kernels, and the selection in the form of `whole_gradients`."""
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     batch, tokens = inputs.check(config, whole=True)
@@ -209,7 +209,8 @@ def _whole_with_selection(inputs: Inputs, config: HybridAttentionConfig) -> tupl
 
 
 class _RecomputeWhole(torch.autograd.Function):
-    """Likewise, where `whole_gradients` does not cover the layer: the backward pass differentiates a repetition in PyTorch, compiled."""
+    """The forward pass runs the kernels. For layers that `whole_gradients` does not cover, the backward pass repeats the call in compiled
+    PyTorch and differentiates it."""
 
     @staticmethod
     def forward(ctx, config, *tensors):  # type: ignore[no-untyped-def]
@@ -234,11 +235,11 @@ def _from_empty(kernel: Callable[..., Result], inputs: Inputs, config: HybridAtt
 
 
 def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
-    """Hybrid attention of rows that are new and equally long, without their state: what training calls.
+    """Hybrid attention of new rows with equal lengths, without their final state, for training.
 
     Returns:
-        [B, T, H, D]. Gradients on CUDA come from kernels, so that a layer keeps its inputs, output and selection; where these do not
-        cover the layer, from recomputation in PyTorch.
+        [B, T, H, D]. Gradients on CUDA come from kernels, so a layer saves its inputs, output and selection. Layers that these kernels do
+        not cover recompute in PyTorch.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device.
@@ -248,6 +249,6 @@ def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Ten
         return _from_empty(hybrid_attention, inputs, config)
     if inputs.query.device.type == "cpu":
         return whole_hybrid_attention(inputs, config)
-    # The factors as a tensor: torch.compile would compile again for every layer's numbers.
+    # The factors as a tensor: with numbers torch.compile would compile again for every layer.
     function = _KernelsWhole if covers_backward(config, inputs.query.dtype) else _RecomputeWhole
     return function.apply(config, *replace(inputs, window_factor=inputs.factor(config)).tensors())

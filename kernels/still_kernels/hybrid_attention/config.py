@@ -20,23 +20,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 CACHES = ("float16", "int8")
-"""Types that keys and values may be kept in."""
+"""Storage types of keys and values."""
 
 
 def cache_attribute(cache: str | None) -> str:
-    """The op's attribute for keys and values that are kept in the type `cache`; float16 shows in the states themselves."""
+    """The op's attribute for keys and values stored in the type `cache`; float16 shows in the states themselves."""
     return cache if cache == "int8" else str(CACHE.default)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ConfigError, with the nearest known one, unless `value` of the field `name` is one of `choices`."""
+    """Raise ConfigError with the nearest choice if `value` of the field `name` is not in `choices`."""
     if value not in choices:
         raise unknown(value, choices, f"{name}={value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridAttentionSettings:
-    """What training fixes for all layers of a model, whatever their geometry.
+    """Settings that training fixes for all layers of a model, independent of their geometry.
 
     Args:
         chunk_size: C, tokens per chunk.
@@ -45,12 +45,12 @@ class HybridAttentionSettings:
         saliency: "margin", or the released training code's score.
         feature_map: phi; the projections may have one head (shared) or H.
         feature_dim: P, output rows of the projections; None = D. F is 2P for the "_pm" maps, else P.
-        gate: "channel" expects a gate tensor, "none" expects None.
+        gate: "channel" requires a gate tensor, "none" requires None.
         local: "chunked" = previous and current chunk; "sliding" = the `window_size` latest tokens; "sliding(W)" sets both.
         window_size: W of "sliding", None = C; with salient tokens W must equal C, else 1 <= W <= C.
         mix_epsilon: Added to the joint denominator.
-        phantom_first_chunk: Chunk 0 sees C zero keys with zero values (released training code).
-        profile: "released" sets saliency, phantom_first_chunk and mix_epsilon as released checkpoints need them.
+        phantom_first_chunk: Chunk 0 reads C zero keys with zero values (released training code).
+        profile: "released" sets saliency, phantom_first_chunk and mix_epsilon to the values of released checkpoints.
     """
 
     chunk_size: int = 64
@@ -69,19 +69,19 @@ class HybridAttentionSettings:
 
 @dataclass(frozen=True)
 class HybridAttentionConfig(HybridAttentionSettings):
-    """Everything that fixes the function of one layer except its weights: the settings, and
+    """A layer's whole configuration except its weights: the settings, and
 
     Args:
         num_heads: Query heads H.
         num_kv_heads: Key/value heads HK, a divisor of H.
         head_dim: D.
         window_factor: Scalars on the softmax terms (LoLCATs), any sequence of H numbers, or None.
-        capacity_tokens: T_max, what the salient cache covers; its slots are `capacity_slots`.
-        overflow: What happens beyond T_max.
-        cache: Type that keys and values are kept in, where it has fewer bits than that of the activations: "float16", "int8" (a byte a
-            number, a scale a row) or None.
-        attribute_values: Those of `attributes`, which follow from the others.
-        slot_rule: How salient slots grow, which follows too.
+        capacity_tokens: T_max, tokens that the salient cache covers with `capacity_slots` slots.
+        overflow: Behaviour beyond T_max.
+        cache: Storage type of keys and values if it has fewer bits than the activations: "float16", "int8" (a byte for each number, a scale
+            for each row) or None.
+        attribute_values: Computed values of `attributes`.
+        slot_rule: Computed growth rule of salient slots.
 
     Raises:
         ConfigError: A value is unknown, out of range, or contradicts another.
@@ -128,8 +128,8 @@ class HybridAttentionConfig(HybridAttentionSettings):
                 raise ConfigError('profile="released" needs local="chunked".')
             for name, value in (("saliency", "released_prefill"), ("phantom_first_chunk", True), ("mix_epsilon", 1e-6)):
                 object.__setattr__(self, name, value)
-        # Kept: compiled code asks at every call whether they are still the same. Neither may be made at its first use, which may be within
-        # what is compiled: Python 3.11 takes a lock for that.
+        # Computed here, since compiled code compares them at every call. A first use may be within compiled code, where Python 3.11 would
+        # need a lock.
         attributes = self.attributes()
         object.__setattr__(self, "attribute_values", tuple(attributes.values()))
         object.__setattr__(self, "slot_rule", {**SLOTS.resolve(attributes), "fixed": False})
@@ -157,7 +157,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
 
     @property
     def window(self) -> int:
-        """W, tokens of a sliding window; C for chunked attention, whose scores look back C tokens."""
+        """W, tokens of a sliding window; C for chunked attention, whose scores use the latest C tokens."""
         return self.window_size or self.chunk_size
 
     @property
@@ -177,15 +177,15 @@ class HybridAttentionConfig(HybridAttentionSettings):
 
     @property
     def capacity_slots(self) -> int:
-        """N, slots of the salient cache that cover `capacity_tokens` exactly."""
+        """N, slots of the salient cache for exactly `capacity_tokens`."""
         return self.slots_for(self.capacity_tokens)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that a sequence of `tokens` tokens fills, whatever happens beyond the capacity."""
+        """Slots that a sequence of `tokens` tokens fills, without regard to the capacity."""
         return rows_after(self.slot_rule, tokens, self.capacity_tokens)
 
     def symbols(self) -> dict[str, int]:
-        """Sizes of the OpSpec's symbols that the configuration fixes."""
+        """Sizes of the OpSpec's symbols in the configuration."""
         return {
             "H": self.num_heads,
             "HK": self.num_kv_heads,
@@ -206,7 +206,7 @@ class HybridAttentionConfig(HybridAttentionSettings):
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, AttributeValue], **told: Any) -> HybridAttentionConfig:
-        """The configuration of an op call: its attributes, and the fields that its tensors tell."""
+        """The configuration of an op call: its attributes, and the fields that come from its tensors."""
         values: dict[str, Any] = {**attributes, **told}
         values["phantom_first_chunk"] = bool(values["phantom_first_chunk"])
         values["window_size"] = values["window_size"] or None

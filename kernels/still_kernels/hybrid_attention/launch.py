@@ -1,4 +1,4 @@
-"""Runs the plan of still::HybridAttention with Triton: which tensors go by which name, and sizes of a call."""
+"""Runs the plan of still::HybridAttention with Triton: names of tensors, and sizes of a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from still_kernels.tile import TileTable, changed
 
 
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, described: bool = True) -> TileTable:
-    """Block sizes for a device; the interpreter on the CPU, which cannot run Gluon, uses those of sm_90. Steps by clusters need NVRTC.
+    """Block sizes for a device. The CPU interpreter cannot run Gluon and uses those of sm_90. Steps by clusters need NVRTC.
 
     described: Descriptors can be made of the call's tensors.
     """
@@ -39,7 +39,7 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
 
 
 def can_be_described(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the addresses are what descriptors need."""
+    """Whether the addresses are aligned for descriptors."""
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
@@ -53,11 +53,11 @@ def call_of(
     weight_heads: int = 1,
     packed: tuple[int, int] | None = None,
 ) -> Call:
-    """What the plan sees of a call.
+    """The `Call` of the plan.
 
     Args:
         slots: N. weight_heads: Heads of the feature weights.
-        packed: Tokens of all rows and rows of the state, where rows are packed.
+        packed: For packed rows, tokens of all rows and rows of the state.
     """
     return Call(
         {**config.symbols(), "B": batch, "T": tokens, "N": slots},
@@ -80,12 +80,13 @@ def _prepare(
     pages: Pages | None,
     *call: Any,
 ) -> launcher.Prepared:
-    """The launches of a kind of call; `call` (see `call_of`), where states lie in pages with their number for the rows of the state."""
-    if pages is not None:  # whose kernels know pages
+    """The launches of a kind of call; `call`: see `call_of`, with the number of pages instead of the state's rows if states are in
+    pages."""
+    if pages is not None:  # kernels that know pages
         table = changed(table, "scan", {"scan_tma": 0, "linear_programs": 0})
-        if config.cache == "int8":  # of which numbers for a copy by TMA would take more memory than requests save
+        if config.cache == "int8":  # a dequantized copy for TMA would need more memory than requests save
             table = changed(table, "attend", {"attend_programs": 0})
-    if call[-1] is not None:  # rows side by side
+    if call[-1] is not None:  # packed rows
         table = changed(table, "decode", {"decode_clusters": 0})
     seen = call_of(config, dtype, table, *call)
     constants = constants_of(config, dtype == torch.float32, seen.tokens is not None, factor)
@@ -108,7 +109,7 @@ def _prepared(
     pages: Pages | None,
     *call: Any,
 ) -> launcher.Prepared:
-    """The same with the block sizes of the device; kept, for a layer is called once per token."""
+    """`_prepare` with the device's block sizes, cached, since a layer is called once per token."""
     table = device_table(config, device, dtype == torch.float32, described)
     if pages is not None:
         heads = call[0] * config.num_heads
@@ -128,15 +129,15 @@ def launch_hybrid_attention(
     present_length: Tensor | None = None,
     flags: Tensor | None = None,
 ) -> None:
-    """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
+    """Run the kernels on `state`, in place. `state.length` is read only; the caller advances it.
 
     Args:
-        inputs: Contiguous; without a packing `new_tokens` are given.
-        state: Of states in pages `Pages.views` and the lengths of the call's rows.
-        output: As query.
-        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
-        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
+        inputs: Contiguous; `new_tokens` are required without a packing.
+        state: For states in pages, `Pages.views` and the lengths of the call's rows.
+        output: Like query.
+        table: Block sizes; None: the device's. With a table, Triton searches its compiled kernels at each launch.
+        present_length: [B], not the state's; decode (T = 1, not packed) writes the lengths after the call to it.
+        flags: Receives the selection of a call with T > 1 and policy "error", int8 [B, tiles + 2, HS, C] as in the plan.
     """
     query, factor = inputs.query, inputs.factor(config)
     pages = None if packing is None else packing.pages
@@ -167,15 +168,15 @@ def launch_hybrid_attention(
 
 
 def as_codes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a state by name; words as the codes that they hold."""
+    """Tensors of a state by name; words as codes."""
     return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.items()}
 
 
 def bind_decode(
     inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, factor: Tensor | None
 ) -> launcher.Bound:
-    """Decode steps like this one on `state`, in place: output, query, key, value, gate where the layer has one, weights, new_tokens and
-    past_length are those of each call.
+    """Prepared decode steps like this one on `state`, in place. Each call passes output, query, key, value, gate if the layer has one,
+    weights, new_tokens and past_length.
 
     Args:
         factor: See `Inputs.factor`.

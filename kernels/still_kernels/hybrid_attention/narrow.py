@@ -1,4 +1,5 @@
-"""A linear state in bfloat16 beside a rest: what rounding took, in 256ths of the last place, as int8. `triton_narrow` is the same."""
+"""A linear state in bfloat16 with a rest: the rounding error in 256ths of the last place, as int8. `triton_narrow` is the same in
+Triton."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import torch
 from torch import Tensor
 
 SHIFT = 15
-"""Of exponents as float32 has them, from a number to a 256th of the last of its eight places; a smaller number has no rest."""
+"""Float32 exponents from a number to a 256th of the last of its eight places. A smaller number has no rest."""
 MOST = 127
-"""Of the rest's magnitude: half a last place is 128, and with less a state that nothing is added to stays what it is."""
+"""Largest magnitude of the rest. Half a last place is 128; a smaller bound keeps a state unchanged if nothing is added."""
 
 
 def narrowed(state: Tensor) -> tuple[Tensor, Tensor]:
-    """What is kept of a state in float32, and the rest.
+    """A float32 state in narrow form.
 
     Returns:
-        (bfloat16, rounded to nearest, halves to even; int8, rounded likewise, within MOST), both of the state's shape.
+        (bfloat16, rounded to nearest, halves to even; int8 rest, rounded likewise, within MOST), both of the state's shape.
     """
     kept = state.to(torch.bfloat16)
     step = _step(kept)
@@ -24,11 +25,11 @@ def narrowed(state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(kept: Tensor, rest: Tensor) -> Tensor:
-    """The float32 that they are together: 16 bits of it are right."""
+    """The float32 state of both parts, accurate to 16 bits."""
     return kept.float() + rest.float() * _step(kept)
 
 
 def _step(kept: Tensor) -> Tensor:
-    """A 256th of the last place, 0 where float32 has no such number."""
+    """A 256th of the last place; 0 if it is below float32's range."""
     exponent = (kept.float().view(torch.int32) >> 23) & 0xFF
     return ((exponent - SHIFT).clamp_min(0) << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Hybrid attention on the states of an engine that serves many requests: in its pages, which nobody clears, updated in place."""
+"""Hybrid attention on states in the pages of a serving engine, which are not cleared. States are updated in place."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ GROWING = (*SALIENT, *(f"{name}_scale" for name in SALIENT))
 
 
 def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged: PagedStates, output: Tensor) -> None:
-    """Hybrid attention of packed sequences whose states lie in pages.
+    """Hybrid attention of packed sequences whose states are in pages.
 
-    On CUDA nothing is read back to the host, and nothing of the states is copied; on the CPU rows are gathered, computed by the chunked
-    form and written back.
+    On CUDA nothing is read back to the host, and no state is copied. On CPUs rows are gathered, computed in chunks and written back.
 
     Args:
-        inputs: Tokens [tokens, H or HK, D], of these rows and of others.
+        inputs: Tokens [tokens, H or HK, D] of these rows and of others.
         paged: Their states.
-        output: [tokens, H, D], contiguous, written where the rows have tokens.
+        output: [tokens, H, D], contiguous, written at the rows' tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.
-        CapacityError: On the CPU: a row outgrows the salient cache with overflow="error"; on CUDA its output is NaN.
-        ShapeError: The memory is not what `Pages` says.
+        CapacityError: On CPUs: a row outgrows the salient cache with overflow="error"; on CUDA its output is NaN.
+        ShapeError: The memory does not match `Pages`.
     """
     pages = paged.packing.pages
     assert isinstance(pages, Pages)
@@ -47,17 +46,17 @@ def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged:
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
     views = pages.views(paged.memory)
-    views.pop("kv_rest", None)  # which kernels find behind S
+    views.pop("kv_rest", None)  # kernels find it after S
     state = HybridAttentionState(**views, length=paged.length)
-    given = as_read(inputs)  # heads come as slices of one projection
+    given = as_read(inputs)  # heads are slices of one projection
     launch_hybrid_attention(given, config, state, output, paged.packing)
 
 
 def _check_memory(memory: Tensor, pages: Pages) -> None:
-    """The kernels compute addresses from the bytes of a page."""
+    """Raise ShapeError if the memory does not match; kernels compute addresses from the bytes of a page."""
     apart = (
         memory.stride(0) if len(memory) > 1 else pages.size_bytes
-    )  # PyTorch gives the stride of a single row any value
+    )  # PyTorch sets the stride of a single row arbitrarily
     if memory.dtype != torch.int8 or memory.stride(1) != 1 or apart != pages.size_bytes:
         raise ShapeError(
             f"memory {memory.dtype} {list(memory.shape)} has strides {memory.stride()}; expected int8, pages {pages.size_bytes} bytes "
@@ -87,7 +86,7 @@ def _in_chunks(inputs: Inputs, config: HybridAttentionConfig, pages: Pages, page
     filled, after = (
         torch.tensor([min(pages.slots, config.slots_for(n)) for n in x.tolist()]) for x in (length, length + counts)
     )
-    # Of a cache that only grows, the slots that the call may fill; of those, what this row has filled is its own.
+    # A growing cache has the slots that the call may fill; this row owns those that it has filled.
     slots = pages.slots if config.overflow != "error" else int(after.max())
     held = {}
     for name in views:
@@ -110,7 +109,7 @@ def _in_chunks(inputs: Inputs, config: HybridAttentionConfig, pages: Pages, page
 
 
 def _columns(name: str, pages: Pages, slots: int) -> slice:
-    """Of the table: where the pages of a state lie that holds `slots` slots."""
+    """Table columns of a state's pages, for `slots` salient slots."""
     if name in LINEAR:
         return slice(1, pages.first)
     if name in GROWING:
@@ -119,7 +118,7 @@ def _columns(name: str, pages: Pages, slots: int) -> slice:
 
 
 def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) -> Tensor:
-    """A state of the table's rows as if it were contiguous, [B, heads, ...]; of the salient cache whole pages."""
+    """A contiguous copy of a state of the table's rows, [B, heads, ...]; whole pages of the salient cache."""
     parts = view[table[:, _columns(name, pages, slots)]]  # [B, pages, ...]
     if name in LINEAR:
         return parts.flatten(1, 2)[:, : pages.config.num_heads]
@@ -127,7 +126,7 @@ def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) 
 
 
 def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Pages, after: Tensor) -> None:
-    """Write a state [B, heads, ...] back into the pages that the rows own, with `after` slots filled."""
+    """Write a state [B, heads, ...] back into the rows' own pages, with `after` slots filled."""
     chosen = table[:, _columns(name, pages, tensor.shape[2])]
     if name in LINEAR:
         for i in range(chosen.shape[1]):
@@ -136,7 +135,7 @@ def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Page
     elif name in GROWING:
         for i in range(chosen.shape[1]):
             first = i * pages.rows
-            owners = after > first  # behind its own pages a row has others' in its table
+            owners = after > first  # after its own pages a row's table has others'
             some = tensor[owners, :, first : first + pages.rows]
             view[chosen[owners, i], :, : some.shape[2]] = some
     else:

@@ -1,5 +1,5 @@
-"""How the states of requests lie in the pages of an engine, all of one size: what has a fixed size in a request's first pages, salient rows
-in pages that it gets as it grows."""
+"""Layout of requests' states in an engine's pages of one size. A request's first pages have the states of fixed size. Salient rows are in
+pages that are added as the request grows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import state_names, state_shape
 
 ROWS = 128
-"""Salient rows of a select head that lie side by side, of which pages hold multiples: what attend_tma copies at a time."""
+"""Salient rows of a select head that are consecutive: attend_tma copies this many at a time, and pages have a multiple of it."""
 SALIENT = ("salient_key", "salient_value")
-"""States that grow, and with their scales lie in pages of their own."""
+"""Growing states, which with their scales have pages of their own."""
 ALIGNMENT = 64
-"""Bytes that pages, and states within them, are multiples of: kernels read rows in wide pieces. Pages hold whole salient rows too."""
+"""Pages and the states in them are aligned to this many bytes, because kernels read rows in wide pieces. Pages have whole salient rows."""
 
 _State = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of a request, in the order of its table: one with all states but S and the salient cache; those of S, query head by query
-    head; then by turns pages of salient keys and of salient values. S in bfloat16 has a rest (`narrow`), kv_rest, behind it in its pages;
-    salient rows in 8 bits have their scales behind them in theirs.
+    """The pages of a request, in the order of its table.
+
+    The first page has all states except S and the salient cache. Pages of S follow, by query head, then alternating pages of salient keys
+    and of salient values. S in bfloat16 has its rest (`narrow`), kv_rest, after it in the same pages; 8-bit salient rows have their scales
+    after them.
 
     Args:
-        config: The layer, without what differs from layer to layer.
+        config: The layer, without values that differ from layer to layer.
         size_bytes: From a page to the next.
-        heads: Query heads whose S a page holds.
-        rows: Salient rows that a page holds, of each select head; a multiple of ROWS.
-        slots: N, salient slots of a request at most.
-        states: Name, shape and type of what one page has of each state, and where: bytes from its beginning.
+        heads: Query heads with S in a page.
+        rows: Salient rows in a page, of each select head; a multiple of ROWS.
+        slots: N, most salient slots of a request.
+        states: Name, shape, type and byte offset of each state in a page.
     """
 
     config: HybridAttentionConfig
@@ -49,14 +51,14 @@ class Pages:
     def of(
         cls, config: HybridAttentionConfig, slots: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
     ) -> Pages:
-        """The pages that take the least memory for a request that fills `slots` slots.
+        """The pages with the least memory for a request that fills `slots` slots.
 
         Args:
-            dtype: Of activations.
-            linear: Of S: float32 or bfloat16.
+            dtype: Type of activations.
+            linear: Type of S: float32 or bfloat16.
         """
         codes = config.cache == "int8"
-        row_type = torch.int32 if codes else dtype  # a word is four codes
+        row_type = torch.int32 if codes else dtype  # a word has four codes
         kinds = {
             name: row_type if name in ("window_key", "window_value") else torch.float32 for name in state_names(config)
         }
@@ -79,7 +81,7 @@ class Pages:
             rest = _aligned(count * numbers * linear.itemsize)
             size = _aligned(max(rest + narrow * count * numbers, least if count == config.num_heads else 0), whole)
             sizes = [size]
-            if codes:  # rows of which, scales and all, seldom fill what S does: or as much more as they take
+            if codes:  # rows with scales that rarely fill a page of S's size: pages are enlarged to fit
                 sizes.append(_aligned(_aligned(size, ROWS * row_bytes), whole))
             for size in (x for x in sizes if x >= least):
                 rows = size // (ROWS * row_bytes) * ROWS
@@ -100,11 +102,11 @@ class Pages:
 
     @property
     def first(self) -> int:
-        """Pages that a request has from its first token on: of all but salient rows."""
+        """Pages of a request from its first token on: all except salient rows."""
         return 1 + -(-self.config.num_heads // self.heads)
 
     def count(self, slots: int) -> int:
-        """Pages of a request that has filled `slots` slots."""
+        """Pages of a request with `slots` filled slots."""
         return self.first + 2 * -(-slots // self.rows)
 
     def after(self, tokens: int) -> int:
@@ -112,27 +114,27 @@ class Pages:
         return self.count(min(self.slots, self.config.slots_for(tokens)))
 
     def changing(self, tokens: int) -> tuple[int, ...]:
-        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+        """Table columns of a request of `tokens` tokens whose pages later tokens still write."""
         closed = 0
-        if self.config.overflow == "error":  # else rows give place to others
-            # Rows of chunks that are still in the window count as filled already.
+        if self.config.overflow == "error":  # otherwise rows are replaced
+            # Rows of chunks that are still in the window count as filled.
             settled = max(0, tokens - 2 * self.config.chunk_size)
             closed = 2 * (min(self.slots, self.config.slots_for(settled)) // self.rows)
         return (*range(self.first), *range(self.first + closed, self.after(tokens)))
 
     @property
     def columns(self) -> int:
-        """Of a request's table."""
+        """Columns of a request's table."""
         return self.count(max(self.slots, 1))
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """What kernels are compiled for; `triton_pages` says what it is."""
+        """The kernels' compile-time constant; see `triton_pages`."""
         return (self.size_bytes, self.columns, self.first, self.heads, self.rows, self.rest)
 
     @property
     def rest(self) -> int:
-        """Bytes from the beginning of a page of S to the rest; 0: S is in float32."""
+        """Bytes from the start of a page of S to the rest; 0: S is float32."""
         return next((offset for name, _, _, offset in self.states if name == "kv_rest"), 0)
 
     @property
@@ -141,10 +143,10 @@ class Pages:
         return next(shape[-1] * dtype.itemsize for name, shape, dtype, _ in self.states if name == "salient_key")
 
     def padded(self, size_bytes: int) -> Pages:
-        """The same in pages of an engine that made them larger.
+        """The same in an engine's larger pages.
 
         Raises:
-            ShapeError: They do not hold whole salient rows any more.
+            ShapeError: They do not have whole salient rows.
         """
         if size_bytes < self.size_bytes or size_bytes % math.lcm(ALIGNMENT, self.row_bytes):
             raise ShapeError(
@@ -153,10 +155,10 @@ class Pages:
         return replace(self, size_bytes=size_bytes)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """Each state as pages hold it, [pages, *shape] by name, of int8 [pages, bytes], whose rows lie `size_bytes` apart.
+        """Views of each state, [pages, *shape] by name, of int8 [pages, bytes], whose rows are `size_bytes` apart.
 
-        Of kv_state and kv_rest the shape is [heads, F, D], of salient keys and values [HS, rows, D], or [HS, rows, D / 4] of words and
-        [HS, rows] of their scales.
+        The shape of kv_state and kv_rest is [heads, F, D]. Salient keys and values are [HS, rows, D], or words [HS, rows, D / 4] with
+        scales [HS, rows].
         """
         return {
             name: memory[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)

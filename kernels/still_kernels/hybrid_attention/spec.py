@@ -1,4 +1,4 @@
-"""still::HybridAttention: STILL's intra-layer hybrid of softmax over salient tokens and linear attention over all others."""
+"""still::HybridAttention: STILL's hybrid of softmax over salient tokens and linear attention over all others, in one layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from still_graphs.spec import CACHE, AttributeSpec, Growth, OpSpec, StateSpec, T
 from still_kernels.attention.spec import COUNTS, HEADS, OUTPUT
 
 SLOTS = Growth("slots", 2, "salient_per_chunk", "chunk_size", lag=2, only=("overflow", "error"))
-"""The salient tokens of a chunk are copied into the cache when the chunk after the next begins."""
+"""The salient tokens of a chunk are copied into the cache when the second chunk after it begins."""
 
 _WINDOW_KEY = StateSpec("window_key", ("B", "HK", "2*C", "D"), "T", narrow=True)
 _WINDOW_VALUE = StateSpec("window_value", ("B", "HK", "2*C", "D"), "T", narrow=True)
@@ -26,11 +26,11 @@ HYBRID_ATTENTION = OpSpec(
         TensorSpec("window_factor", ("H",), "float32", "weight", optional=True),
         *COUNTS,
     ),
-    # In place, in either branch of the body: each state has one writer, and nothing reads the past state after it was written.
-    # Short branch: rings are written by ScatterND, in place, and read from its output; the other states pass through Identity, which
-    # does not copy a buffer to itself. General branch: rings, S and z are copied into larger tensors first, and what is written is
-    # computed from these copies; cached rows are written by ScatterND with rows taken from the concatenation that read the cache.
-    # Without a promotion it writes no row.
+    # In place, in either branch of the body: each state has one writer, and nothing reads the past state after the write.
+    # Short branch: ScatterND writes rings in place, and readers use its output; the other states pass through Identity, which
+    # does not copy a buffer to itself. General branch: rings, S and z are first copied into larger tensors, and new values are
+    # computed from these copies; ScatterND writes cached rows from the concatenation that read the cache. Without a promotion it
+    # writes no row.
     states=(
         _WINDOW_KEY,
         _WINDOW_VALUE,

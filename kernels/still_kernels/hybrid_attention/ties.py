@@ -1,4 +1,4 @@
-"""Did both runtimes select the same salient tokens, and where not, was it a near tie? Without torch."""
+"""Compares the salient tokens that two runtimes selected, and finds near ties. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ KEY = "present_salient_key."
 VALUE = "present_salient_value."
 SCORE = "window_score"
 ALIKE = 0.1
-"""Of a key's largest number, by which it may differ and still be the same token's."""
+"""Keys of one token differ by at most this part of the key's largest number."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class SelectionTies:
-    """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
-    choice is a chunk of a head. Where another selection was followed they are those of the worst token that came over the best that went,
-    below 0. Settings: see `HybridAttentionConfig`."""
+    """The salient cache of still::HybridAttention. A choice is a chunk of a head. A lead is that of the last selected score over the first
+    rejected one, [B, HS, chunks]. If another selection was followed it is negative: the lead of the worst token that was added over the
+    best that was dropped. Settings: see `HybridAttentionConfig`."""
 
     score = SCORE
     watched = ""
@@ -34,7 +34,7 @@ class SelectionTies:
         self.layers = tuple(str(layer) for layer in layers)
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """Compare the salient caches of two runtimes, chunk by chunk of each head."""
+        """Compare the salient caches of two runtimes, chunk by chunk for each head."""
         found = followed(lead for layer, lead in leads.items() if layer >= 0)
         for (expected, actual), errors in self._beside(pairs, own):
             for layer in self._layers(expected):
@@ -55,7 +55,7 @@ class SelectionTies:
         return found
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """The salient keys [B, HS, N, D] that each of the calls adds; zeros where none is, or where other tokens may have taken slots."""
+        """The salient keys [B, HS, N, D] that each call adds; zeros in other slots and where other tokens may have reused slots."""
         found: dict[int, np.ndarray] = {}
         for layer in self._layers(calls[-1]):
             kept: np.ndarray = np.zeros(calls[-1][KEY + layer].shape, np.float32)
@@ -71,21 +71,21 @@ class SelectionTies:
         return found
 
     def chooses(self, lengths: np.ndarray) -> bool:
-        """The first token of a chunk promotes the chunk before the one before it."""
+        """Whether the next token begins a chunk, which promotes the second chunk before it."""
         return bool(np.any((lengths % self.chunk == 0) & (lengths >= 2 * self.chunk)))
 
     @property
     def span(self) -> int:
-        """The ring holds the scores of the two latest chunks."""
+        """The ring has the scores of the two latest chunks."""
         return 2 * self.chunk
 
     def scores(self, looks: Sequence[tuple[np.ndarray, Arrays]]) -> Scores:
-        """[B, HS, chunks, 2, C]: of each token its score, and 1 where it is told to be selected; zeros where no look shows it."""
+        """[B, HS, chunks, 2, C]: each token's score, and 1 if its selection was followed; zeros for tokens without a look."""
         most = max(int(outputs["present_length"].max(initial=0)) for _, outputs in looks)
         found: Scores = {}
         for past, outputs in looks:
             last = outputs["present_length"][:, None] - 1
-            position = last - (last - np.arange(self.span)) % self.span  # the latest of each slot, [B, 2C]
+            position = last - (last - np.arange(self.span)) % self.span  # the latest position of each slot, [B, 2C]
             sequence, slot = np.nonzero(position >= past[:, None])
             for name, ring in outputs.items():
                 if name.startswith(f"present_{SCORE}.") and name.rpartition(".")[2] in self.layers:
@@ -99,8 +99,8 @@ class SelectionTies:
         return {layer: _by_chunk(x, self.chunk) for layer, x in found.items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """A tie is TIE times the larger of two errors of PyTorch's own run: of the two scores between which was chosen, which one draw may
-        find small, and of all scores of the head's chunk (root of the mean square)."""
+        """A tie is TIE times the larger of two errors of PyTorch's own run: of the two compared scores, which may be small by chance, and
+        of all scores of the head's chunk (root mean square)."""
         found = {}
         for layer, (exact, told) in ((layer, np.moveaxis(x, -2, 0)) for layer, x in scores.items()):
             if not 0 < self.salient < self.chunk:
@@ -119,12 +119,12 @@ class SelectionTies:
             last, first = np.moveaxis(np.take_along_axis(exact, places, -1), -1, 0)
             least = np.maximum(np.sqrt(np.square(error).mean(-1)), np.take_along_axis(error, places, -1).max(-1))
             lead = (last - first) / (TIE * np.maximum(least, SMALLEST))
-            lead = np.where(turned, np.minimum(lead, -SMALLEST), lead)  # equal scores, too, are no choice of PyTorch's
+            lead = np.where(turned, np.minimum(lead, -SMALLEST), lead)  # equal scores are not PyTorch's choice either
             found[layer] = np.where(self._promoted(counts, lead.shape[2]), lead, np.inf)
         return found
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """Over the chunks that have been promoted."""
+        """Over the promoted chunks."""
         found = []
         for exact in (x[..., 0, :] for x in scores.values()):
             if 0 < self.salient < self.chunk:
@@ -134,26 +134,26 @@ class SelectionTies:
         return min((float(lead.min()) for lead in found if lead.size), default=float("inf"))
 
     def _promoted(self, counts: np.ndarray, chunks: int) -> np.ndarray:
-        """Which chunks have been promoted after `counts` [B] tokens, [B, 1, chunks]."""
+        """Whether each chunk is promoted after `counts` [B] tokens, [B, 1, chunks]."""
         return np.asarray(np.arange(chunks) < self._chunks_after(counts)[:, None, None])
 
     def _chunks_after(self, counts: np.ndarray) -> np.ndarray:
-        """How many chunks have been promoted after `counts` tokens."""
+        """Number of promoted chunks after `counts` tokens."""
         return np.maximum(-(-counts // self.chunk) - 2, 0)
 
     @staticmethod
     def _beside(pairs: Pairs, own: Sequence[Arrays]) -> Iterator[tuple[tuple[Arrays, Arrays], Arrays]]:
-        """Each pair and the errors of PyTorch's own run there, none behind the last that are known."""
+        """Each pair with the errors of PyTorch's own run; empty after the last known ones."""
         return zip(pairs, chain(own, repeat({})), strict=False)
 
     def _layers(self, outputs: Arrays) -> list[str]:
-        """Numbers of the layers that choose, of those in `outputs`."""
+        """Numbers of the layers in `outputs` that make choices."""
         return [layer for layer in self.layers if KEY + layer in outputs]
 
     def _differing(
         self, expected: Arrays, actual: Arrays, layer: str, leads: Leads, own: Arrays
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Chunks [B, HS, chunks] of which other tokens are held, and the leads of those choices; up to 1 it is a tie."""
+        """Chunks [B, HS, chunks] with different tokens, and the leads of those choices; up to 1 it is a tie."""
         differs = self._chunks(_differs(expected, actual, layer, own))
         lead = np.full(differs.shape, np.inf)
         known = leads.get(int(layer))
@@ -163,7 +163,7 @@ class SelectionTies:
         return differs, lead
 
     def _chunks(self, slots: np.ndarray) -> np.ndarray:
-        """Whether any slot of a chunk, [B, HS, chunks], of slots [B, HS, N]."""
+        """Whether any slot of a chunk is true, [B, HS, chunks], of slots [B, HS, N]."""
         size = max(1, self.salient)
         padded = np.pad(slots, ((0, 0), (0, 0), (0, -slots.shape[2] % size)))
         return np.asarray(padded.reshape(*slots.shape[:2], -1, size).any(-1))
@@ -177,7 +177,7 @@ class SelectionTies:
 
 
 def _differs(expected: Arrays, actual: Arrays, layer: str, own: Arrays | None = None) -> np.ndarray:
-    """Slots [B, HS, N] that hold other tokens; `own` are errors of PyTorch's own run."""
+    """Slots [B, HS, N] with different tokens; `own`: errors of PyTorch's own run."""
     a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
     least = ALIKE * np.abs(a).max(-1, initial=0)
     if own and KEY + layer in own:
@@ -191,7 +191,7 @@ def _by_chunk(tokens: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def ties_of(manifest: Mapping[str, Any]) -> SelectionTies | None:
-    """The ties of a package; None where its layers of this op select nothing, as windows do: their salient caches have no rows."""
+    """The ties of a package; None if its layers of this op select nothing, such as windows, whose salient caches have no rows."""
     still, heads, begin = manifest["still"], manifest["model"]["kv_heads"], KEY.removeprefix("present_")
     caches = [s for s in manifest["states"] if s["name"].startswith(begin) and s["growth"]["rows"]]
     layers = sorted(int(cache["name"].removeprefix(begin)) for cache in caches)

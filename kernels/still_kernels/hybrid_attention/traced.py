@@ -18,7 +18,7 @@ from still_kernels.torch_ops import Given, call, register
 
 
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-    """By the kernel that dispatch chooses for the device; the slots of the cache stand for the capacity."""
+    """Hybrid attention by the kernel for the device; the cache's slots define the capacity."""
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
     config = HybridAttentionConfig.from_attributes(
@@ -31,7 +31,7 @@ def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: b
         capacity_tokens=(tensors["past_salient_key"].shape[2] // max(salient, 1) + 2) * chunk,
     )
     states = {name: tensors[f"past_{name}"] for name in state_names(config)}
-    # Factors stay a tensor: to read them would make the host wait for the device, and a CUDA graph impossible.
+    # Factors stay a tensor: reading them would synchronize with the device and make a CUDA graph impossible.
     inputs = Inputs(**{field.name: tensors.get(field.name) for field in fields(Inputs)})  # type: ignore[arg-type]
     output, present = kernel(inputs, config, HybridAttentionState(length=tensors["past_length"], **states), in_place)
     found = present.tensors()
@@ -44,12 +44,12 @@ register(HYBRID_ATTENTION, _compute)
 def hybrid_attention(
     inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
 ) -> tuple[Tensor, HybridAttentionState]:
-    """Call `torch.ops.still.hybrid_attention`: traceable as one node, differentiable, right on every device.
+    """Call `torch.ops.still.hybrid_attention`: traces as one node, differentiable, runs on every device.
 
     Args:
-        inputs: With `new_tokens`; the window factors, where the layer has some, are its own.
+        inputs: With `new_tokens`; the window factors, if the layer has any, are its own.
         config: The layer; its capacity is that of `state`.
-        state: What the sequences have seen.
+        state: State before the call.
 
     Returns:
         output [B, T, H, D] and the state after the call.
@@ -69,10 +69,10 @@ def hybrid_attention_(
     state: HybridAttentionState | None,
     config: HybridAttentionConfig,
 ) -> Tensor:
-    """The same with the new state written into the tensors of `state`, and the output alone.
+    """`hybrid_attention` that writes the new state into the tensors of `state` and returns only the output.
 
     Args:
-        tensors: Query, key, value, gate or None, the two feature weights, window factors where the layer has some.
+        tensors: Query, key, value, gate or None, the two feature weights, window factors if the layer has any.
         length: Tokens before the call, [B]; that of `state` is not read.
     """
     assert new_tokens is not None and length is not None and state is not None

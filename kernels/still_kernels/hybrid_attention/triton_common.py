@@ -1,7 +1,7 @@
-"""Device functions that the Triton kernels of hybrid attention share.
+"""Device functions shared by the Triton kernels of hybrid attention.
 
-Conventions of all kernels: a call brings new tokens at positions length .. length + count - 1 of each row; `position` is
-absolute; the window ring holds position p in slot p mod 2C. Every state is updated in place. Masked loads give zeros.
+Conventions of all kernels: a call has new tokens at positions length .. length + count - 1 of each row; `position` is
+absolute; the window ring has position p in slot p mod 2C. Every state is updated in place. Masked loads return zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"

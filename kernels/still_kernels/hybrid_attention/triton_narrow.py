@@ -1,5 +1,5 @@
-"""S as kernels read and write it: float32, or in pages bfloat16 beside a rest (`narrow.py` says what that is). Of float32 each function
-leaves the code that a load or a store has."""
+"""Loads and stores of S: float32, or in pages bfloat16 with a rest (see `narrow.py`). For float32 each function compiles to a plain load or
+store."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Addresses of states that lie in an engine's pages. Without pages each function leaves the code that the kernels have otherwise.
+"""Addresses of states in an engine's pages. Without pages the functions add no code to the kernels.
 
-PAGES is 0, or `pages.Pages.kernel`: (bytes of a page, columns of the table, columns ahead of the salient rows, heads of S in a page,
-salient rows in a page, bytes from the beginning of a page of S to its rest or 0). p_state_row is then the table [B, columns] of the call's
-rows: the page of all states but S and the salient cache, the pages of S, then by turns pages of salient keys and of salient values.
-Scales of rows in 8 bits lie in the same pages, as rows of one number, D = 1.
+PAGES is 0, or `pages.Pages.kernel`: (bytes of a page, columns of the table, columns before the salient rows, heads of S in a page,
+salient rows in a page, bytes from the start of a page of S to its rest or 0). p_state_row is then the table [B, columns] of the call's
+rows: the page of all states except S and the salient cache, the pages of S, then alternating pages of salient keys and values.
+Scales of 8-bit rows are in the same pages, as rows of one number, D = 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"

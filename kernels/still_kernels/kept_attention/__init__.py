@@ -1,1 +1,1 @@
-"""Softmax attention with a cache that keeps chosen chunks alone: definition."""
+"""Softmax attention whose cache has only retained chunks: definition."""

@@ -1,4 +1,4 @@
-"""Function body of still::KeptAttention: new tokens see the cache and each other; those that stay are written."""
+"""Function body of still::KeptAttention: new tokens attend to the cache and to each other; retained tokens are written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from still_kernels.kept_attention.spec import KEPT_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`. M is the most tokens that a sequence brings, K the chunks that these touch at most.
+    """The function of `node`. M is the most new tokens of a sequence, K the most chunks that these touch.
 
-    Right with one buffer for past and present: rows that are written are gathered before, and those that are read after are not written.
+    Past and present may share one buffer: rows are gathered before they are written, and rows read later are not written.
     """
     heads, kv_heads, dim, routes = dims["H"], dims["HK"], dims["D"], dims["R"]
     chunk = {a.name: int(a.i) for a in node.attribute}.get("chunk_size", 64)
@@ -35,7 +35,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         """[B, R, ..] as [B, HK, ..]."""
         return b("Gather", x, of_heads, axis=1)
 
-    # Chunks: which end here, and which of those stay.
+    # Chunks that end in this call, and which of them are retained.
     count = b("Div", b("Add", longest, 2 * chunk - 2), chunk)
     number = b.arange(count)  # K
     last = b("Sub", b("Add", b("Mul", number, chunk), chunk - 1), offset)  # [B, K]
@@ -48,18 +48,18 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     kept = b.cast("past_kept_chunks", INT64)  # [B, R]
     b.cast(b("Add", kept, b("ReduceSum", b.cast(stays, INT64), [2], keepdims=0)), FLOAT, out="present_kept_chunks")
 
-    # Rows: those that stay or are open follow each other from `begin` on, which is where the open chunk was or is.
+    # Rows: retained chunks and the open chunk are consecutive from `begin`, where the open chunk was or is.
     base = b("Mul", kept, chunk)
     left_out = b("Squeeze", b("Slice", goes, [0], [1], [2]), [2])  # [B, R], the open chunk
-    begin = b("Where", left_out, 0, offset)  # behind `base`
+    begin = b("Where", left_out, 0, offset)  # after `base`
     tokens_of = b("Sub", chunk, b("Where", b("Equal", number, 0), offset, 0))  # [B, K]
     gone = b("ReduceSum", b("Where", goes, b.unsqueeze(tokens_of, 1), 0), [2], keepdims=0)
-    live = b("Sub", new, gone)  # [B, R], tokens that are written
+    live = b("Sub", new, gone)  # [B, R], number of written tokens
     rank = b("CumSum", b("Sub", 1, b.cast(goes, INT64)), 2, exclusive=1)
     nowhere = b("Expand", b.unsqueeze(count, 0, 1), b("Concat", b("Shape", kept), b("Add", count, 1), axis=0))
     numbers = b("Expand", b.unsqueeze(number, 0, 1), b("Shape", rank))
     order = b("ScatterElements", nowhere, b("Where", goes, count, rank), numbers, axis=2)  # [B, R, K + 1]
-    # Tokens behind the last written one repeat it. Then the rows of an open chunk that goes: what is not written is emptied.
+    # Tokens after the last written one repeat it. Then the rows of a discarded open chunk: unwritten ones are zeroed.
     inner = b.arange(b.constant([chunk]))
     nth = b("Max", b("Min", step, b.unsqueeze(b("Sub", live, 1), 2)), 0)  # [B, R, M]
     place = b("Add", b.unsqueeze(begin, 2), nth)
@@ -71,7 +71,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         "Sub", b("Mul", b("GatherElements", order, b("Div", place, chunk), axis=2), chunk), b.unsqueeze(offset, 2)
     )
     source = b("Where", is_written, b("Add", source, b("Mod", place, chunk)), 0)
-    # A sequence that brings nothing writes what a row has.
+    # A sequence without new tokens rewrites a row with its own value.
     brings = b.unsqueeze(b("Greater", new, 0), 2)  # [B, 1, 1]
     target = b("Where", brings, b("Add", b.unsqueeze(base, 2), place), 0)
     opened = b("Min", b("Add", b.unsqueeze(base, 2), inner), b("Sub", b.dim("past_key", 2), 1))
@@ -80,21 +80,21 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     head = b.reshape(b.arange(b.constant([kv_heads])), 1, -1, 1, 1)
 
     def places(rows: str, rows_first: bool = True) -> str:
-        """Indices [B, HK, .., 3] of rows [B, R, ..] of all heads; else of tokens of a call."""
+        """Indices [B, HK, .., 3] of rows [B, R, ..] of all heads; otherwise of a call's tokens."""
         own = b.unsqueeze(each(rows), 3)
         shape = b("Shape", own)
         first, second = (b("Expand", x, shape) for x in (lead, head))
         return b("Concat", *((first, second, own) if rows_first else (first, own, second)), axis=3)
 
     written, read, sources = places(target), places(b("Concat", target, opened, axis=2)), places(source, False)
-    # Numbers that are no tokens' may be NaN.
+    # Values of padding may be NaN.
     token = b.unsqueeze(b("Max", b("Min", step, b("Sub", new, 1)), 0), 2)
     keys = {}
     for name in ("key", "value"):
         before = b("GatherND", f"past_{name}", read)  # [B, HK, M + 2 chunk, D]
         rows = b("Add", longest, chunk)
         old, open_ = (b("Slice", before, *part, [2]) for part in (([0], rows), (rows, [1 << 40])))
-        # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
+        # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         fresh = b("GatherND", name, sources)
         fresh = b("Where", b.unsqueeze(each(is_written), 3), b.wide(fresh, dtype), 0.0)
         fresh = b("Where", b.unsqueeze(brings, 3), fresh, b.wide(old, dtype))
@@ -105,7 +105,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         cached = b("Slice", present, [0], b.unsqueeze(filled, 0), [2])
         keys[name] = b.wide(cached, dtype), b.wide(b("Concat", open_, own, axis=2), dtype)
 
-    # Who sees what: [B, R, 1 or M, ..].
+    # Visibility: [B, R, 1 or M, ..].
     at = b("Div", b("Add", offset, step), chunk)  # [B, M], each token's chunk
     row = b("Less", b("Range", 0, filled, 1), b.unsqueeze(base, 2, 3))
     first_stays = b.unsqueeze(b("Slice", stays, [0], [1], [2]), 2)  # [B, R, 1, 1]

@@ -1,4 +1,4 @@
-"""The definition of still::KeptAttention: attention of one route after the other, a chunk at a time."""
+"""Definition of still::KeptAttention: one route after the other, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from still_kernels.torch_ops import traced_op
 
 
 class KeptState(NamedTuple):
-    """Of sequences: keys and values [B, HK, N, D], and how many chunks each route keeps [B, R], in at least float32."""
+    """Keys and values [B, HK, N, D] of sequences, and the number of chunks that each route retains [B, R], in at least float32."""
 
     key: Tensor
     value: Tensor
@@ -26,7 +26,7 @@ class KeptState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """Inputs of attention, and what else the op's spec has."""
+    """Inputs of attention, and the others of the op's spec."""
 
     keep: Tensor | None = None
     past_length: Tensor | None = None
@@ -54,7 +54,7 @@ class Inputs(AttentionInputs):
 
 @traced_op(KEPT_ATTENTION, Inputs, KeptState, writes=True)
 def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> tuple[Tensor, KeptState]:
-    """Causal softmax attention of new tokens to kept chunks and to their own; any split of a sequence gives the same.
+    """Causal softmax attention of new tokens to retained chunks and to their own chunk. Any split of a sequence gives the same result.
 
     Args:
         in_place: Write into `state`'s keys and values, and return them.
@@ -72,7 +72,7 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
         done, parts, held = 0, [], [key[row], value[row]]
         while done < count:
             part = slice(done, done + min(size - at % size, count - done))
-            own = kept[row].long().repeat_interleave(group)[:, None, None] * size  # [HK, 1, 1], rows of kept chunks
+            own = kept[row].long().repeat_interleave(group)[:, None, None] * size  # [HK, 1, 1], rows of retained chunks
             last = own + torch.arange(at % size, at % size + part.stop - done, device=query.device)[:, None]
             place = last.expand(-1, -1, key.shape[3])
             fresh = [x[row, part].transpose(0, 1).to(key.dtype) for x in (inputs.key, inputs.value)]
@@ -93,7 +93,7 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, last: Tensor) -> Tensor:
-    """Output of query [T, H, D]; token t sees the rows up to `last` [HK, T, 1] of keys and values [HK, N, D]."""
+    """Output for query [T, H, D]; token t reads rows up to `last` [HK, T, 1] of keys and values [HK, N, D]."""
     end, group = int(last.max()) + 1, query.shape[1] // len(key)
     mask = (torch.arange(end, device=query.device) <= last).repeat_interleave(group, 0)
     key, value = (x[:, :end].to(query.dtype).repeat_interleave(group, 0) for x in (key, value))

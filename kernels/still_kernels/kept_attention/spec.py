@@ -1,4 +1,4 @@
-"""still::KeptAttention: causal softmax attention with a cache that keeps chosen chunks and the open one alone."""
+"""still::KeptAttention: causal softmax attention whose cache has only the retained chunks and the open one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _KEPT_ROWS = Growth("kept_rows", 2, "chunk_size", "chunk_size", counted="kept_ch
 _ROWS = ("B", "HK", "N", "D")
 
 KEPT_ATTENTION = OpSpec(
-    # R routes, each of HK / R neighbouring key/value heads. A token sees its own chunk up to itself, and of the chunks before it those
-    # that its route keeps. Whether one is kept is known at its last token: where `keep` is 1 there. The kept chunks of a route are the
-    # first `kept_chunks` of its cache, in order, the open chunk is behind them, and zeros are behind it. A sequence with k of these and p
-    # tokens in its open chunk needs chunk_size k + p + new_tokens rows.
+    # R routes, each of HK / R neighbouring key/value heads. A token reads its own chunk up to itself, and the earlier chunks that its
+    # route retains. A route retains a chunk if `keep` is 1 at the chunk's last token. The retained chunks of a route are the first
+    # `kept_chunks` of its cache, in order. The open chunk follows, then zeros. A sequence with k retained chunks and p tokens in its open
+    # chunk needs chunk_size k + p + new_tokens rows.
     name="KeptAttention",
     torch_name="kept_attention",
     inputs=(*HEADS, TensorSpec("keep", ("B", "T", "R"), "int32", "activation"), *COUNTS),

@@ -1,1 +1,1 @@
-"""Softmax attention to blocks by way of a landmark: definition."""
+"""Softmax attention to blocks through landmarks: definition."""

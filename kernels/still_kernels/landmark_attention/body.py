@@ -1,4 +1,4 @@
-"""Function body of still::LandmarkAttention: that of still::Attention with other logits."""
+"""Function body of still::LandmarkAttention: still::Attention with other logits."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 def _retrieve(
     heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, queries: Queries
 ) -> str:
-    """The output of tokens that read `top` blocks each beside their own. Distances, not places, are turned by: they stay small."""
+    """The output for tokens that read `top_blocks` blocks and their own. Rotations use distances instead of positions, because they stay
+    small."""
 
     def turned(x: str, place: str) -> str:
-        """`x` [.., D] at places [..]."""
+        """Rotate `x` [.., D] to positions [..]."""
         angle = b("Mul", b.unsqueeze(b.cast(place, FLOAT), -1), b.constant(frequency, "float32"))
         cos, sin = b("Cos", angle), b("Sin", angle)
         first, second = b.multi("Split", x, out=2, axis=-1, num_outputs=2)
@@ -71,7 +72,7 @@ def _retrieve(
         return b("Concat", *turns, axis=-1)
 
     def rows(name: str, row: str, rank: int) -> str:
-        """Of the cache `name` the rows `row` [B, H, M, ..] of so many dimensions, float32."""
+        """Rows `row` [B, H, M, ..] of the cache `name`, float32; `rank` is their number of dimensions."""
         dims = b("Shape", row)
         after = [1] * (rank - 1)
         parts = (
@@ -85,7 +86,7 @@ def _retrieve(
     query = b("Transpose", queries.query, perm=[0, 2, 1, 3])  # [B, H, M, D]
     longest = b.dim(query, 2)
     own = b.unsqueeze(b("Div", queries.position, size), 1)  # [B, 1, M, 1]
-    late = b("Sub", own, top)  # the first of the latest blocks
+    late = b("Sub", own, top)  # first of the latest blocks
     place = b.unsqueeze(queries.position, 1)
     count = b.unsqueeze(b("Div", b("Add", queries.filled, size - 1), size), 0)
     number = b.arange(count)
@@ -106,7 +107,7 @@ def _retrieve(
 
     best, order = b.multi("TopK", b("Concat", far, near, axis=3), [top], out=2, axis=-1)
     block = b("Where", b("Less", order, count), order, b("Add", b("Sub", order, count), late))
-    block = b("Where", b("Greater", best, MASKED / 2), block, count)  # behind all
+    block = b("Where", b("Greater", best, MASKED / 2), block, count)  # after all others
     chosen, _ = b.multi("TopK", block, [top], out=2, axis=-1, largest=0)  # [B, H, M, k], ascending
     real = b("Less", chosen, own)
     latest = b("Max", late, 0)

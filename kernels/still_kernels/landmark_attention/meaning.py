@@ -1,4 +1,4 @@
-"""The definition of still::LandmarkAttention: softmax attention whose logits go by way of landmarks."""
+"""Definition of still::LandmarkAttention: softmax attention with landmark logits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RETRIEVED = 32
 class Inputs(AttentionInputs):
     """Inputs of attention, and:
 
-    block_tokens: Of a block, its landmark among them, which is the last one.
-    top_blocks: Blocks before its own that a head of a token reads; 0: all, and queries and keys have their positions.
-    rope_base: Of these otherwise.
+    block_tokens: Tokens of a block, including its landmark, the last one.
+    top_blocks: Number of earlier blocks that a head of a token reads; 0: all, and queries and keys already have RoPE.
+    rope_base: Base of RoPE if top_blocks is not 0.
     """
 
     block_tokens: int = 51
@@ -64,7 +64,7 @@ class Inputs(AttentionInputs):
         return torch.cat(outputs, dim=1)
 
     def retrieve(self, query: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """The same of few tokens from place `start` on, which read `top_blocks` blocks each beside their own."""
+        """The same for few tokens from position `start`, which read `top_blocks` blocks and their own."""
         wide, size, device = torch.promote_types(query.dtype, torch.float32), self.block_tokens, query.device
         batch, tokens, heads, dim = query.shape
         group = heads // keys.shape[1]
@@ -103,7 +103,7 @@ class Inputs(AttentionInputs):
         return output.transpose(1, 2).to(query.dtype)
 
     def turned(self, x: Tensor, place: Tensor) -> Tensor:
-        """`x` [.., D] at places [..]."""
+        """Rotate `x` [.., D] to positions [..]."""
         half = x.shape[-1] // 2
         frequency = self.rope_base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
         angle = place[..., None].to(torch.float64) * frequency
@@ -114,5 +114,5 @@ class Inputs(AttentionInputs):
 
 @op_of_keys(LANDMARK_ATTENTION, Inputs)
 def landmark_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Like `blocked_attention`, by way of landmarks."""
+    """Like `blocked_attention`, with landmarks."""
     return blocked_attention(inputs, state, in_place, attend=inputs.attend)

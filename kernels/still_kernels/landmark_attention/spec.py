@@ -1,4 +1,4 @@
-"""still::LandmarkAttention: softmax attention to blocks by way of a landmark, the last token of each."""
+"""still::LandmarkAttention: softmax attention to blocks through a landmark, the last token of each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from still_graphs.spec import AttributeSpec, OpSpec
 from still_kernels.attention.spec import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
 
 LANDMARK_ATTENTION = OpSpec(
-    # A token sees those of its own block up to itself but for the landmark, and the landmarks of the blocks before it, in one softmax; what
-    # a landmark has of that is shared by its block's other tokens, in a softmax among them. No landmark's value counts. Scale 1 / sqrt(D).
-    # With `top_blocks` = k a head of a token reads k of the o blocks before its own alone, those of the largest landmark logits, of equal
-    # ones the lower index. Queries and keys come before positions then, which the op gives them (RoPE by halves, base `rope_base`):
-    # landmarks of the latest k blocks have their own, older ones those of block o - k - 1, for the choice. What is read lies at the place
-    # of block o - k + j, the j-th of the k in order, and older blocks one block before that.
+    # A token has one softmax over the earlier tokens of its own block and itself, except the landmark, and over the landmarks of earlier
+    # blocks. A second softmax among a block's other tokens distributes the landmark's share. Landmarks' values do not count. Scale is
+    # 1 / sqrt(D).
+    # With `top_blocks` = k a head of a token reads only k of the o earlier blocks: those with the largest landmark logits, the lower index
+    # first if equal. Queries and keys then come without RoPE, which the op applies (by halves, base `rope_base`). For the choice, landmarks
+    # of the latest k blocks have their own positions, and older ones the position of block o - k - 1. For attention, the j-th of the k
+    # chosen blocks in order has the position of block o - k + j, and older blocks are one block before that.
     name="LandmarkAttention",
     torch_name="landmark_attention",
     inputs=(*HEADS, *COUNTS),

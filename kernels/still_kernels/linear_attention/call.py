@@ -1,4 +1,4 @@
-"""Calls of still::LinearAttention: the form for a device, and the launch of the Triton kernels."""
+"""Calls of still::LinearAttention: choice of implementation, and launch of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def launch_linear_attention(
     """Run the kernels on `state` [B or rows, H, D, V], in place.
 
     Args:
-        inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, ...].
+        inputs: Contiguous; `new_tokens` are required without a packing. Packed tokens are [tokens, ...].
         output: [B, T, H, G, V] or [tokens, H, G, V], dtype of query.
-        state: With pages in the packing their `view`.
-        past_length: With pages: tokens that each of the call's sequences has seen, [B].
+        state: If the packing has pages, their `view`.
+        past_length: With pages: earlier tokens of each of the call's sequences, [B].
     """
     query = inputs.query
     batch, tokens, packed = size_of_call(query, packing, state.shape[0])
@@ -61,10 +61,10 @@ def launch_linear_attention(
 
 
 def _fastest(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Linear attention by the fastest form that covers the call; results and errors: see `chunked_linear_attention`.
+    """Linear attention by the fastest implementation that covers the call; results and errors: see `chunked_linear_attention`.
 
-    On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
-    form. Where a program is traced, one node.
+    The Triton kernels run on CUDA and read nothing back to the host. PyTorch runs on CPUs and if gradients are required. A traced program
+    has one node.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
@@ -94,10 +94,10 @@ linear_attention = traced_op(LINEAR_ATTENTION, Inputs)(_fastest)
 
 
 def linear_attention_whole(inputs: Inputs) -> Tensor:
-    """Linear attention of sequences that are new and equally long, without their state: what training calls.
+    """Linear attention of new sequences with equal lengths, without their final state, for training.
 
     Returns:
-        [B, T, H, G, V]. Gradients on CUDA come from recomputation, so that a layer keeps no more than its inputs.
+        [B, T, H, G, V]. Gradients on CUDA come from recomputation, so a layer saves only its inputs.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device.
@@ -112,7 +112,7 @@ def linear_attention_whole(inputs: Inputs) -> Tensor:
 
 
 class _RecomputeWhole(torch.autograd.Function):
-    """The Triton kernels forward; the backward pass repeats the call in PyTorch, compiled, and differentiates that."""
+    """The forward pass runs the Triton kernels; the backward pass repeats the call in compiled PyTorch and differentiates it."""
 
     @staticmethod
     def forward(ctx, rule, *tensors):  # type: ignore[no-untyped-def]

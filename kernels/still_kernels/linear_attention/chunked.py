@@ -1,4 +1,4 @@
-"""still::LinearAttention in PyTorch, 64 tokens at a time: with a state, and whole rows from an empty one for training."""
+"""still::LinearAttention in PyTorch, 64 tokens at a time: with a state, and for training whole sequences from an empty state."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from still_kernels.linear_attention.meaning import Inputs, empty_state
 from still_kernels.linear_attention.spec import DELTA
 
 CHUNK = 64
-"""Tokens of a chunk, a power of two. What is inverted has as many rows, and its error grows with them: 7e-6 at the worst of the
-design's keys (cosine 0.97, beta 2)."""
+"""Tokens of a chunk, a power of two. The inverted matrix has this many rows, and its error grows with them: 7e-6 for the worst keys of the
+design (cosine 0.97, beta 2)."""
 
 
 def chunked_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Linear attention of new tokens, in at least float32; any split of a sequence gives the same.
+    """Linear attention of new tokens, in at least float32. Any split of a sequence gives the same result.
 
-    With S the state, g the decay, b beta, per head and token, `linear` without the gate, `delta` rules with the correction:
+    With the state S, the decay g and beta b, for each head and token; `linear` has no decay, and `delta` rules have the correction:
 
         S := exp(g) S,  S := S + k (v)^T  or  S + b k (v - S^T k)^T,  output = scale * S^T q
 
     Args:
-        state: What the sequences have seen, [B, H, D, V].
+        state: State before the call, [B, H, D, V].
         in_place: Write into `state`, and return it.
 
     Returns:
-        output [B, T, H, G, V], dtype of query, 0 at padding, which enters nothing; and the state after the call.
+        output [B, T, H, G, V], dtype of query, 0 at padding, which affects nothing else; and the state after the call.
 
     Raises:
-        ShapeError: A tensor does not fit, or the rule lacks one.
+        ShapeError: A tensor does not fit, or the rule needs a missing one.
     """
     sizes = inputs.check(state)
     output, present = over_chunks(chunk_terms(inputs), state, sizes.T, sizes.G)
@@ -56,7 +56,7 @@ def over_chunks(terms: ChunkTerms, state: Tensor, tokens: int, shared: int) -> t
 
 @dataclass
 class ChunkTerms:
-    """What the chunks of a call [B, H, chunks, ...] compute without the state. With S the state before a chunk:
+    """Values of the chunks of a call [B, H, chunks, ...] that do not depend on the state. With S the state before a chunk:
 
         new = added - taken S,  output = read S + scores new,  S := left S + kept new
 
@@ -73,14 +73,14 @@ class ChunkTerms:
 
 
 def chunk_terms(inputs: Inputs) -> ChunkTerms:
-    """The terms of a call in chunks of `CHUNK` tokens, fewer where it has fewer; what is missing to whole chunks is padding."""
+    """The terms of a call in chunks of `CHUNK` tokens, or one shorter chunk; the last chunk is padded."""
     query, key, value, decay, beta = inputs.spread()
     query, key, value = blocks(query), blocks(key), blocks(value)
     gates = torch.zeros_like(key[..., :1]) if decay is None else blocks(decay)
     steps = blocks(beta)[..., None] if beta is not None and inputs.update_rule in DELTA else None
     within = within_chunks(query, key, gates, None if steps is None else steps * key)
-    start = within.prefix.exp()  # what is left of the state at each token
-    to_end = within.suffix.exp()  # what is left of a token at the chunk's end
+    start = within.prefix.exp()  # decay of the state up to each token
+    to_end = within.suffix.exp()  # decay of a token up to the chunk's end
     corrected = within.inverse is not None and steps is not None
     return ChunkTerms(
         added=within.inverse @ (steps * value) if corrected else value,  # type: ignore[operator]
@@ -102,12 +102,13 @@ def blocks(x: Tensor) -> Tensor:
 
 
 class Within:
-    """What tokens of a chunk are to each other, for blocks of 1, 2, 4 .. C tokens until the chunk is one block.
+    """Relations between tokens of a block, for blocks of 1, 2, 4 .. C tokens, until the chunk is one block.
 
-    prefix, suffix: Sums of the decay [.., 1 or D] from the block's first token up to each, and behind each up to its last. Sums only:
-        a difference of two long sums loses what a strong decay leaves, and is none where a decay is infinite.
+    prefix, suffix: Sums of the decay [.., 1 or D] from the block's first token up to each, and after each up to its last. They are never
+    differences of long sums, which lose precision after a strong decay and are NaN for an infinite one.
     scores: [.., block * G, block], query times key under the decay between them, lower triangle.
-    inverse: [.., block, block], of I + A with A the same of what corrections read by and key, below the diagonal; None without them.
+    inverse: [.., block, block], inverse of I + A, where A is the same product of correction keys and keys, below the diagonal; None without
+    corrections.
     """
 
     def __init__(self, prefix: Tensor, suffix: Tensor, scores: Tensor, inverse: Tensor | None) -> None:
@@ -115,9 +116,14 @@ class Within:
 
 
 def within_chunks(query: Tensor, key: Tensor, decay: Tensor, reading: Tensor | None) -> Within:
-    """The terms of chunks [.., C, ...], by joining neighbouring blocks: below the diagonal stand products of the second block's rows,
-    decayed from its begin, with the first one's, decayed to its end. All exponents are sums of decays, at most 0. `reading` [.., C, D] is
-    what corrections read the state by, beta times key of the delta rules; None: there are none."""
+    """The terms of chunks [.., C, ...], by joining neighbouring blocks.
+
+    The part below the diagonal is a product of the second block's rows, decayed from its start, and the first block's, decayed to its end.
+    All exponents are sums of decays, at most 0.
+
+    Args:
+        reading: [.., C, D], keys with which corrections read the state, beta times key in the delta rules; None: no corrections.
+    """
     lead, chunk, shared = key.shape[:-2], key.shape[-2], query.shape[-2]
     prefix, suffix = decay[..., None, :], torch.zeros_like(decay)[..., None, :]  # [.., blocks, 1, 1 or D]
     scores = (query * key[..., None, :]).sum(-1)[..., None]  # [.., C, G, 1]
@@ -160,13 +166,13 @@ def _joined(first: Tensor, second: Tensor, between: Tensor) -> Tensor:
 
 
 def whole_linear_attention(inputs: Inputs) -> Tensor:
-    """Linear attention of sequences that have seen nothing; output and errors: see `chunked_linear_attention`."""
+    """Linear attention of new sequences; output and errors: see `chunked_linear_attention`."""
     batch, tokens = inputs.query.shape[:2]
     heads, size = inputs.value.shape[2:]
     state = empty_state(batch, heads, inputs.query.shape[-1], size, inputs.query.dtype, inputs.query.device)
     sizes = inputs.check(state)
     terms = chunk_terms(inputs)
-    # What a chunk makes of the state before it: step S + new, a matrix where the delta rule takes from S, else a factor per row.
+    # Effect of a chunk on the state before it: step S + new. `step` is a matrix if the delta rule subtracts from S, else a factor per row.
     step = terms.left[..., None]
     if terms.taken is not None:
         step = torch.diag_embed(terms.left.expand(*terms.left.shape[:-1], sizes.D)) - terms.kept @ terms.taken
@@ -177,24 +183,24 @@ def whole_linear_attention(inputs: Inputs) -> Tensor:
 
 
 def _states_before(step: Tensor, new: Tensor) -> Tensor:
-    """States before each chunk [B, H, chunks, D, V] of S := step S + new from S = 0, by joining neighbours: log2(chunks) levels.
+    """States before each chunk [B, H, chunks, D, V] of S := step S + new from S = 0, by joining neighbours in log2(chunks) levels.
 
     Args:
-        step: [B, H, chunks, D, D], or [B, H, chunks, 1 or D, 1] that rows are multiplied with.
+        step: [B, H, chunks, D, D], or factors of rows [B, H, chunks, 1 or D, 1].
         new: [B, H, chunks, D, V].
     """
     chunks = new.shape[2]
     matrix = step.shape[-1] > 1
 
     def earlier(x: Tensor, by: int) -> Tensor:
-        """What lies `by` chunks before each chunk; 0 before the first."""
+        """Values of the chunk `by` chunks earlier; 0 before the first."""
         return pad(x[:, :, : chunks - by], (0, 0, 0, 0, by, 0))
 
     reach = 1
-    while reach < chunks - 1:  # `new` and `step` are of the latest `reach` chunks together
+    while reach < chunks - 1:  # `new` and `step` combine the latest `reach` chunks
         before = earlier(new, reach)
         new = new + (step @ before if matrix else step * before)
-        # Before the first chunk the state is 0: whatever a step makes of it is 0 too.
+        # Before the first chunk the state is 0, and a step of 0 is 0.
         step = step @ earlier(step, reach) if matrix else step * earlier(step, reach)
         reach *= 2
     return earlier(new, 1)

@@ -1,4 +1,4 @@
-"""The meaning of still::LinearAttention in PyTorch: inputs and state of a call; `chunked` computes."""
+"""Definition of still::LinearAttention in PyTorch: inputs and state of a call; `chunked` computes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Sizes(NamedTuple):
 class Inputs:
     """Tokens, gates and counts of one call; fp16, bf16, fp32 or fp64.
 
-    query: [B, T, HQ, G, D]. The states are H = HQ * n; query group i has those from i * n on, G query heads each.
-    key: [B, T, HK, D], HK divides H. Of unit length where the rule is a delta rule with beta up to 2.
+    query: [B, T, HQ, G, D]. With H = HQ * n states, query group i has the states from i * n on, G query heads each.
+    key: [B, T, HK, D], HK divides H. Unit length for delta rules with beta up to 2.
     value: [B, T, H, V].
-    decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H, 1] or [B, T, H, D]; for the gated rules.
+    decay: Logarithm of the state's decay at each token, at most 0, [B, T, H, 1] or [B, T, H, D]; for the gated rules.
     beta: Step size, [B, T, H] or [B, T, 1]; for the delta rules.
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
+    new_tokens: Number of new tokens of each sequence, the rest of T is padding, int [B]; None = T for all.
     update_rule: linear, gated, delta or gated_delta.
-    scale: Of the output; 0 = 1 / sqrt(D).
+    scale: Factor of the output; 0 = 1 / sqrt(D).
 
-    Packed tokens are [tokens, ...] in the place of [B, T, ...], and their counts those of a Packing.
+    Packed tokens are [tokens, ...] instead of [B, T, ...], with counts in a Packing.
     """
 
     query: Tensor
@@ -51,19 +51,19 @@ class Inputs:
 
     @property
     def factor(self) -> float:
-        """What outputs are multiplied with."""
+        """Factor of outputs."""
         return self.scale or self.query.shape[-1] ** -0.5
 
     @property
     def wide(self) -> torch.dtype:
-        """The type that is computed in, and the state's: at least float32."""
+        """Type of the computation and of the state: at least float32."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
     def wants_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def real(self) -> Tensor:
-        """Which tokens are no padding, [B, T]."""
+        """False at padding, [B, T]."""
         batch, tokens = self.query.shape[:2]
         if self.new_tokens is None:
             return torch.ones(batch, tokens, dtype=torch.bool, device=self.query.device)
@@ -72,7 +72,7 @@ class Inputs:
     def spread(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Query times scale [B, T, H, G, D], key, value, decay [B, T, H, 1 or D], beta [B, T, H] for every head, computed in `wide`.
 
-        At padding all are 0, which leaves the state as it is to the bit.
+        All are 0 at padding, which leaves the state unchanged bit for bit.
         """
         heads, real, wide = self.value.shape[2], self.real(), self.wide
 
@@ -87,7 +87,7 @@ class Inputs:
         return query * self.factor, key, value, of_heads(self.decay), of_heads(self.beta)
 
     def check(self, state: Tensor) -> Sizes:
-        """Sizes of a call, or ShapeError naming the tensor or the rule that does not fit."""
+        """Sizes of a call; ShapeError for a tensor or rule that does not fit."""
         rules = LINEAR_ATTENTION.attribute("update_rule").choices
         if self.update_rule not in rules:
             raise ShapeError(f"update_rule={self.update_rule!r} is unknown; known: {', '.join(rules)}.")
@@ -133,6 +133,6 @@ def empty_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """State [B, H, D, V] of sequences that have seen nothing; float64 for float64 activations."""
+    """State [B, H, D, V] of empty sequences; float64 for float64 activations."""
     kind = torch.promote_types(dtype, torch.float32)
     return torch.zeros(batch, heads, dim, size, dtype=kind, device=device)

@@ -1,4 +1,4 @@
-"""Linear attention on the states of an engine that serves many requests: in its pages, which nobody clears, updated in place."""
+"""Linear attention on states in the pages of a serving engine, which are not cleared. States are updated in place."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from still_kernels.sizes import tensors_of
 
 
 def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -> None:
-    """Linear attention of packed sequences whose states lie in pages.
+    """Linear attention of packed sequences whose states are in pages.
 
-    On CUDA nothing is read back to the host, and no state is copied; on the CPU sequences are gathered, computed by the chunked
-    form and written back.
+    On CUDA nothing is read back to the host, and no state is copied. On CPUs sequences are gathered, computed in chunks and written back.
 
     Args:
-        inputs: Tokens [tokens, ...], of these sequences and of others.
+        inputs: Tokens [tokens, ...] of these sequences and of others.
         paged: Their states, with a table [B, 1] of each sequence's page.
-        output: [tokens, HQ, G, V], contiguous, written where the sequences have tokens.
+        output: [tokens, HQ, G, V], contiguous, written at the sequences' tokens.
 
     Raises:
         UnsupportedError: No kernel covers the layer on its device.
-        ShapeError: The memory is not what `Pages` says.
+        ShapeError: The memory does not match `Pages`.
     """
     pages = paged.packing.pages
     assert isinstance(pages, Pages)

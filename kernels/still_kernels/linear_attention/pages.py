@@ -1,4 +1,4 @@
-"""How the state of a request lies in the pages of an engine: it does not grow, so that one page holds it."""
+"""Layout of a request's state in an engine's pages. The state does not grow, so it needs one page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from still_graphs.errors import ShapeError
 
 ALIGNMENT = 64
-"""Bytes that pages are multiples of: kernels read rows in wide pieces."""
+"""Page sizes are multiples of this many bytes, because kernels read rows in wide pieces."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages that begin with a state [H, D, V] in float32.
+    """Pages that start with a state [H, D, V] in float32.
 
     heads, dim, size: H, D, V.
     size_bytes: From a page to the next.
@@ -28,24 +28,24 @@ class Pages:
 
     @classmethod
     def of(cls, heads: int, dim: int, size: int) -> Pages:
-        """The smallest that hold it."""
+        """The smallest pages for these sizes."""
         return cls(heads, dim, size, -(-heads * dim * size * 4 // ALIGNMENT) * ALIGNMENT)
 
     columns = 1
 
     def after(self, tokens: int) -> int:
-        """Pages of a request of `tokens` tokens."""
+        """Number of pages of a request of `tokens` tokens."""
         return 1
 
     def changing(self, tokens: int) -> tuple[int, ...]:
-        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+        """Table columns of a request of `tokens` tokens whose pages later tokens still write."""
         return (0,)
 
     def padded(self, size_bytes: int) -> Pages:
-        """The same in pages of an engine that made them larger.
+        """The same in an engine's larger pages.
 
         Raises:
-            ShapeError: They do not hold the state, or are not aligned.
+            ShapeError: The state does not fit, or pages are not aligned.
         """
         if size_bytes < self.size_bytes or size_bytes % ALIGNMENT:
             raise ShapeError(
@@ -54,12 +54,12 @@ class Pages:
         return replace(self, size_bytes=size_bytes)
 
     def view(self, memory: Tensor) -> Tensor:
-        """The states [pages, H, D, V] in int8 [pages, bytes], whose rows lie `size_bytes` apart.
+        """The states [pages, H, D, V] in int8 [pages, bytes], whose rows are `size_bytes` apart.
 
         Raises:
-            ShapeError: They lie otherwise.
+            ShapeError: The memory has another layout.
         """
-        # PyTorch gives the stride of a single row any value.
+        # PyTorch sets the stride of a single row arbitrarily.
         apart = memory.stride(0) if len(memory) > 1 else self.size_bytes
         if memory.dtype != torch.int8 or memory.stride(1) != 1 or apart != self.size_bytes:
             raise ShapeError(

@@ -1,4 +1,4 @@
-"""Kernels of still::LinearAttention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::LinearAttention: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 MAX_SHARED = 16
 SEGMENT_TOKENS = 8192
-"""That a prompt's steps take at a time, which bounds the workspace: 304 MB for 32 heads of 128 with a decay per head, in 16 bits."""
+"""Tokens that a prompt's steps process at a time. It bounds the workspace: 304 MB for 32 heads of 128 with a decay per head, in 16 bits."""
 
 
 @lru_cache
 def tile_table(
     arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, dtype: str
 ) -> TileTable:
-    """The table of one variant on an architecture (90 for sm_90); delta, per_key: the rule corrects, its decay is one per key."""
+    """The table of a variant on an architecture (90 for sm_90); delta: the rule has corrections; per_key: it has a decay per key
+    channel."""
     wide = dtype == "float32"
     room = SHARED_BYTES.get(arch, 99 << 10)
     dim, size = pow2(head_dim), 4 if wide else 2
     chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
-    # A program's columns are rows of its GEMMs: 64 are what instructions of sm_90 take, which float32's registers have no room for.
+    # A program's columns are rows of its GEMMs. sm_90's instructions need 64, for which float32 lacks registers.
     columns = 64 if arch == 90 and not wide else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
-    # A stage holds what a chunk reads; beside the stages lies what GEMMs pass on.
+    # A stage has what a chunk reads; the results between GEMMs need more shared memory.
     stage = size * chunk * (dim * (1 + int(delta and per_key)) + columns) + 4 * chunk * chunk * int(delta)
     fixed = size * columns * (dim + chunk) + (16 << 10)
     stages = max(1, min(4 if arch == 90 else 3, (room - fixed) // stage))
-    # Four programs a multiprocessor, which wait for their own GEMMs, in place of two; elsewhere it spills.
+    # Four programs per multiprocessor instead of two, since they wait for their own GEMMs; elsewhere it spills.
     registers = 128 if arch == 90 and not (wide or per_key) else None
-    # Without a correction rows of the state do not meet: twice the programs. float16's columns have one divisor.
+    # Without corrections rows of the state are independent: twice the programs. float16's columns have one divisor.
     rows = min(dim, 64) if arch == 90 and dtype == "bfloat16" and not delta else dim
     block = min(pow2(value_dim), 64 if wide or dim > 128 else 128)
     tiles = {
@@ -47,7 +48,7 @@ def tile_table(
 
 
 DECODE = "T <= 8"
-"""So few tokens that reading and writing the state, not the GEMMs, is what a call waits for."""
+"""So few tokens that reading and writing the state dominates, not the GEMMs."""
 PER_KEY = "(E > 1 if has(decay) else 0)"
 _CHUNKS = f"not ({DECODE})"
 _OF_KEYS = f"{_CHUNKS} and {PER_KEY}"
@@ -77,11 +78,11 @@ PLAN = Plan(
     },
     constants=(
         "chunk",  # tokens of a chunk
-        "segment_chunks",  # that workspace is for
-        "value_block",  # columns of the state of one program of a prompt's scan
-        "key_block",  # and its rows
-        "output_block",  # and of its outputs
-        "decode_block",  # and of a step
+        "segment_chunks",  # chunks that workspace is sized for
+        "value_block",  # columns of the state of a prompt's scan program
+        "key_block",  # rows of it
+        "output_block",  # columns of an output program
+        "decode_block",  # columns of a step's program
     ),
     checks=(
         Check("HQ > 0 and H % max(HQ, 1) == 0", "HQ={HQ} query groups do not divide the H={H} heads of value."),
@@ -123,7 +124,7 @@ RULES = LINEAR_ATTENTION.attribute("update_rule").choices
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument.
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument.
 
     head_dim, value_dim: D, V.
     shared: G, query heads of one state.
@@ -145,7 +146,7 @@ class Variant:
 
     @property
     def decay(self) -> int:
-        """As the kernels have it: 0 none, 1 per head, 2 per key."""
+        """The kernels' constant: 0 none, 1 per head, 2 per key."""
         return 0 if self.update_rule not in GATED else 1 + bool(self.per_key)
 
     def table(self, arch: int) -> TileTable:

@@ -1,4 +1,4 @@
-"""Device functions of several kernels of linear attention."""
+"""Device functions shared by kernels of linear attention."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 LEAST = tl.constexpr(-110.0)
-"""exp of it is 0 in float32: what a decay below means, without infinities whose differences are NaN."""
+"""exp of it is 0 in float32. Stronger decays are clamped to it, since differences of infinities would be NaN."""
 EXACT = tl.constexpr("tf32x3")
 FIXED = tl.constexpr(2.0**40)
-"""Units of a sum of decays in fixed point: that of 64 decays has 53 bits."""
+"""Units of a fixed-point sum of decays; the sum of 64 decays has 53 bits."""
 
 
 @triton.jit

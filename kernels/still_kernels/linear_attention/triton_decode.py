@@ -1,4 +1,4 @@
-"""A few tokens per row in one launch: the state's columns are shared by programs, each of which reads and writes its own once."""
+"""A few tokens per row in one launch. Programs share the state's columns; each reads and writes its own once."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

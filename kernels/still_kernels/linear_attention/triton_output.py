@@ -1,4 +1,4 @@
-"""Third step of a prompt: the outputs, all chunks at once, from the states before them and the new values."""
+"""Third step of a prompt: all chunks' outputs at once, from the states before them and the new values."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -10,7 +10,7 @@ from still_kernels.common.triton_shared import ROWS, row_of
 from still_kernels.linear_attention.triton_common import decay_between, load_rows, log_decay_of_heads, sums_of_decay
 
 LARGEST = tl.constexpr(32768.0)
-"""Of products of queries and keys in float16."""
+"""Largest product of queries and keys in float16."""
 
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)

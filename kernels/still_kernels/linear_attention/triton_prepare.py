@@ -1,9 +1,9 @@
-"""First step of a prompt: what a chunk of tokens computes without the state, all chunks at once.
+"""First step of a prompt: values of a chunk that do not depend on the state, for all chunks at once.
 
-Between two tokens stands the product of their keys under the decay between them: A = beta * key * key below the diagonal, whose
-(I + A)^-1 the delta rules need. Exponents are sums of decays, at most 0. With a decay per key the pairs, and those of query and key, the
-`scores` of the outputs, are taken by blocks of 1, 2, 4 .. tokens: a pair in neighbouring blocks decays up to the border between
-them and from it on, which are factors of key and query; sums of neighbouring blocks make those of the next size.
+A pair of tokens has the product of their keys under the decay between them: A = beta * key * key below the diagonal, whose (I + A)^-1 the
+delta rules need. Exponents are sums of decays, at most 0. With a decay per key channel, the pairs, and the pairs of query and key (`scores`
+of the outputs), are computed by blocks of 1, 2, 4 .. tokens. A pair in neighbouring blocks decays up to the border between them and then
+from it: factors of key and query. Sums of neighbouring blocks form those of the next size.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,12 +1,12 @@
-"""Second step of a prompt: the state through the chunks, by one pass over them with a block of its columns in registers.
+"""Second step of a prompt: the state through the chunks, in one pass with a block of its columns in registers.
 
-What one chunk after the other has to wait for, and nothing else: outputs follow from the states before the chunks and the delta rules'
-new values, which are left in the workspace. With T = (I + A)^-1 diag(beta) new values are T (value - key S): the difference first, in
-float32, so that a memory that holds what it is told loses no digits. T, whose entries may be large and of either sign, and the difference
-are rounded to 16 bits, not 8: to bfloat16 it doubled the error of the outputs (delta rule, beta up to 2).
+It has only what must be sequential: outputs follow from the states before the chunks and the delta rules' new values, which it leaves in
+the workspace. With T = (I + A)^-1 diag(beta) new values are T (value - key S). The difference is computed first, in float32, so that a
+memory that already stores its value loses no digits. T, whose entries may be large and of either sign, and the difference keep 16 bits, as
+two bfloat16. With one bfloat16 the error of the outputs doubled (delta rule, beta up to 2).
 
-Everything is transposed, [columns, ..]: a GEMM's left matrix can come out of registers, as the one before left it, and the state and
-the new values always stand on the left.
+Everything is transposed, [columns, ..]: a GEMM's left matrix can stay in registers from the GEMM before it, and the state and the new
+values are always on the left.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ from still_kernels.common.triton_shared import ROWS, row_of
 from still_kernels.linear_attention.triton_common import EXACT, gemm_of_halves, halves, load_rows, state_of_head
 
 LEAST_UNIT = tl.constexpr(1e-30)
-"""What a column of the state is divided by at least, for its inverse to be finite."""
+"""Least divisor of a column of the state, so that its inverse is finite."""
 
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)

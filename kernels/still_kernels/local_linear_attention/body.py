@@ -1,4 +1,4 @@
-"""Function body of still::LocalLinearAttention: that of still::Attention with corrected values."""
+"""Function body of still::LocalLinearAttention: still::Attention with corrected values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_kernels.attention.body import Queries, cached_body
 from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
 
 LEAST = 2.2250738585072014e-308
-"""The least normal float64."""
+"""Least normal float64."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -61,7 +61,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _solved(b: Scope, given: tuple[str, str, str, str, str], right: str) -> str:
-    """As `solved` of still_kernels: weights, keys, keys turned, means, ridge; a turn of the loop is a step."""
+    """Like `solved` of still_kernels: weights, keys, transposed keys, means, ridge; each loop iteration is a step."""
     weights, key, turned, mean, ridge = given
 
     def product(s: Scope, x: str, y: str) -> str:

@@ -1,4 +1,4 @@
-"""The definition of still::LocalLinearAttention, some query tokens at a time."""
+"""Definition of still::LocalLinearAttention, in blocks of query tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTE
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """Inputs of attention, and one of these.
+    """Inputs of attention, and exactly one of:
 
-    correction: What multiplies keys, not scaled, [B, T, H, D].
+    correction: Multiplies keys, not scaled, [B, T, H, D].
     ridge: Above 0, [H].
     """
 
@@ -41,7 +41,7 @@ class Inputs(AttentionInputs):
         return batch, tokens
 
     def attend(self, rows: slice, query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
-        """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
+        """Output [B, T, H, D] of query [B, T, H, D] at positions from `length`; keys and values [B, HK, .., D] include the new tokens."""
         wide = torch.float64 if self.correction is None else torch.promote_types(query.dtype, torch.float32)
         heads, dim = query.shape[2:]
         kept = keys.shape[1]
@@ -75,17 +75,17 @@ class Inputs(AttentionInputs):
 
 
 def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
-    """(C + ridge I)^-1 right, C being the keys' covariance under the weights; all in float64.
+    """(C + ridge I)^-1 right, where C is the keys' covariance under the weights; all in float64.
 
     Args:
         weights: [B, HK, M, N].
         keys: [B, HK, N, D].
-        mean: Of the keys, [B, HK, M, D].
+        mean: Mean of the keys, [B, HK, M, D].
         right: [B, HK, M, D].
         ridge: [B, HK, M, 1].
 
     Returns:
-        [B, HK, M, D]; NaN where the steps did not lead to a solution.
+        [B, HK, M, D]; NaN if the steps did not converge.
     """
     scale = (weights @ (keys * keys) - mean * mean).clamp_min(0) + ridge
 

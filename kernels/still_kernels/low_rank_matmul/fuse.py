@@ -1,11 +1,11 @@
-"""Fuse both products with thin matrices, and the sum behind them: still::LowRankMatMul.
+"""Fuse two products with thin matrices and the following sum: still::LowRankMatMul.
 
-A LoRA pair that stays apart, or a gate of low rank, is two products whose matrices are read in no time: they cost two launches and two
-waits for memory, and the sum a third.
+Thin matrices, of a separate LoRA pair or a low-rank gate, take almost no time to read. Their products cost two launches and two memory
+latencies, and the sum a third.
 
 requires: weights are initializers.
-ensures: no product of tokens [B, T, I] of an asked type with two matrices one behind the other is left of which the first has at most RANK
-    columns, fewer than rows, and nothing else reads what lies between.
+ensures: no two consecutive products of tokens [B, T, I] of a requested type are left, of which the first matrix has at most RANK columns,
+fewer than rows, and nothing else reads the value in between.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from still_graphs.pipelines import CPU, CUDA
 from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 
 RANK = 256
-"""Most numbers between both products: of a few rows each program computes all of them."""
+"""Most columns between both products. For few rows each program computes all of them."""
 
 
 def _matrix(value: ir.Value) -> bool:
-    """Of sizes that are known: an adapter that is chosen at run time has a rank of its own."""
+    """Whether the sizes are known; an adapter chosen at run time has its own rank."""
     return is_weight(value) and rank(value) == 2 and value.shape is not None and value.shape.is_static()
 
 

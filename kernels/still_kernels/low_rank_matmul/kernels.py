@@ -1,4 +1,4 @@
-"""Two GEMMs with thin matrices: in one launch for a few rows, one behind the other for many."""
+"""Two GEMMs with thin matrices: in one launch for few rows, in two for many."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

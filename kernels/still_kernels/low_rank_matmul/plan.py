@@ -28,7 +28,7 @@ PLAN = Plan(
             FEW,
             (
                 few_launch("low_rank", "O", "few_outputs"),
-            ),  # each program has all of the first, which costs less than a launch
+            ),  # each program computes all of the first product, which costs less than a launch
             (
                 block_launch("lower", "low_rows", "low_block", "R"),
                 block_launch("raise", "row_block", "output_block", "O"),
@@ -40,7 +40,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, all of one type; see the op's spec."""
 
     input: Tensor
     inner: Tensor
@@ -50,7 +50,7 @@ class Inputs(StatelessInputs, plan=PLAN):
 
 @defined
 def naive_low_rank_matmul(inputs: Inputs, wide: dtype) -> Tensor:
-    """base + (input inner) outer [B, T, O]; what lies between the GEMMs is rounded."""
+    """base + (input inner) outer [B, T, O]; the value between the GEMMs is rounded."""
     low = (inputs.input.to(wide) @ inputs.inner.to(wide)).to(inputs.input.dtype)
     result = low.to(wide) @ inputs.outer.to(wide)
     return result if inputs.base is None else result + inputs.base.to(wide)
@@ -58,7 +58,7 @@ def naive_low_rank_matmul(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """base: Whether the result is added to something. aligned: Whether sizes are multiples of 8, read and stored at once."""
+    """base: Whether the result is added to a tensor. aligned: Whether sizes are multiples of 8, for 16-byte accesses."""
 
     base: int = 0
     aligned: int = 1
@@ -68,7 +68,7 @@ _MANY = {"BM": 64, "BN": 64, "BK": 64, "GROUP": 8, "STAGES": 3}
 _RAISE = {**_MANY, "BN": 128, "BK": 32}
 _LOW_RANK = KernelTile({"BN": 32, "BK": 128, "BR": 64, "STAGES": 3}, 4, 3)
 TILES = TileTable({"low_rank": _LOW_RANK, "lower": KernelTile(_MANY, 4, 3), "raise": KernelTile(_RAISE, 4, 3)})
-"""One for every variant and architecture: 60 KB of shared memory for a few rows, all programs of a step at once."""
+"""One for every variant and architecture: 60 KB of shared memory for few rows, so all programs of a step run at once."""
 
 
 OP = stateless_op(

@@ -1,11 +1,11 @@
-"""still::LowRankMatMul: a product with two thin matrices and what it is added to, for runtimes that launch each of them."""
+"""still::LowRankMatMul: a product with two thin matrices and a sum, for runtimes that launch each separately."""
 
 from __future__ import annotations
 
 from still_graphs.spec import OpSpec, TensorSpec
 
 LOW_RANK_MATMUL = OpSpec(
-    # Symbols: I inputs, R numbers between, O outputs. output = base + (input inner) outer; the first product is rounded.
+    # Symbols: I inputs, R inner numbers, O outputs. output = base + (input inner) outer; the first product is rounded.
     name="LowRankMatMul",
     torch_name="low_rank_matmul",
     inputs=(

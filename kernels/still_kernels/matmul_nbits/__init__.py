@@ -1,1 +1,1 @@
-"""Linear layers with weights of 4 or 8 bits in blocks: definition and kernels."""
+"""Linear layers with 4- or 8-bit weights in blocks: definition and kernels."""

@@ -1,4 +1,4 @@
-"""Function bodies of still::MatMulNBits: the weight as numbers, then a product; and around ONNX Runtime's op of that name."""
+"""Function bodies of still::MatMulNBits: dequantize, then multiply; and around ONNX Runtime's op of that name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from still_kernels.matmul_nbits.spec import MATMUL_NBITS, NUMBERS, SUPER, TILE, 
 
 WORD_BITS = 32
 LOW_BITS, HIGH_BITS = (0, 8, 16, 24, 4, 12, 20, 28), tuple(i % 4 * 8 + i // 4 * 2 for i in range(16))
-"""Where the low four bits of the inputs lie in a word, and the high two."""
+"""Bit positions in a word of the inputs' low four bits, and high two bits."""
 ROUNDED = 4
-"""The accuracy level of com.microsoft::MatMulNBits that rounds activations to 8 bits, the only fast one on CPUs."""
+"""Accuracy level of com.microsoft::MatMulNBits that rounds activations to 8 bits, the only fast one on CPUs."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`, which computes in float32 with the weight rounded to the activations' type, as kernels do."""
+    """The function of `node`, in float32 with the weight rounded to the activations' type, as in kernels."""
     bits, block, zero_code = _form(node, dims)
     b = Scope()
     if _attributes(node)["super_block"]:
@@ -51,7 +51,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 def runtime_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
-    """The function of `node` around `domain`'s op, which reads bytes: of constants they are made once, when a session is opened."""
+    """The function of `node` around `domain`'s op, which reads bytes. Bytes of constants are computed once, when a session opens."""
     bits, block, zero = _form(node, dims)
     if _attributes(node)["super_block"]:
         return function_body(node, dtype, imports[""], dims)
@@ -74,7 +74,7 @@ def runtime_body(
     attributes: dict[str, Any] = {"K": dims["I"], "N": dims["O"], "bits": bits, "block_size": block}
     if dtype == FLOAT:
         attributes["accuracy_level"] = ROUNDED
-    moved = 0 if _has(node, "zero_points") else (1 << (bits - 1)) - zero  # the domain's op has the middle for 0
+    moved = 0 if _has(node, "zero_points") else (1 << (bits - 1)) - zero  # the domain's op has zero in the middle
     offsets = b.cast("offsets", FLOAT) if _has(node, "offsets") else ""
     if moved:
         middles = b("Mul", b.cast("scales", FLOAT), float(moved))
@@ -90,7 +90,7 @@ def runtime_body(
 
 
 def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int, int]:
-    """Bits, block size and the code of 0 where there are no zero points."""
+    """Bits, block size, and the code of 0 without zero points."""
     bits, block, zero, super_block = _attributes(node).values()
     if super_block:
         words, numbers = (WORDS[bits], NUMBERS[bits]) if (bits, block) in ((4, 32), (6, 16)) else (0, 0)
@@ -116,13 +116,13 @@ def _attributes(node: onnx.NodeProto) -> dict[str, int]:
 
 
 def fields(b: Scope, words: str, shifts: Sequence[int], size: int) -> str:
-    """Of each word, uint32, numbers of `size` bits at `shifts`, behind the last dimension, float32."""
+    """float32 numbers of `size` bits at `shifts` of each uint32 word, in a new last dimension."""
     spread = b("BitShift", b.unsqueeze(words, -1), b.constant(shifts, "uint32"), direction="RIGHT")
     return b.cast(b("BitwiseAnd", spread, b.constant((1 << size) - 1, "uint32")), FLOAT)
 
 
 def _super_blocks(b: Scope, bits: int, dims: Mapping[str, int]) -> str:
-    """The transposed weight of K-quants [I, O] as numbers, float32."""
+    """The transposed, dequantized weight of K-quants [I, O], float32."""
     tiles, supers = dims["O"] // TILE, dims["I"] // SUPER
     blocks = SUPER // (32 if bits == 4 else 16)
 

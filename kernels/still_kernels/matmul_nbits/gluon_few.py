@@ -1,4 +1,4 @@
-"""A few rows times a weight in blocks: each code is read once, made a half precision number in registers, and multiplied by matrix
+"""Few rows times a weight in blocks: each code is read once, converted to half precision in registers, and multiplied by matrix
 instructions (`still_kernels.common.gluon_codes`)."""
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,4 +1,4 @@
-"""Many rows times a weight in blocks: the weight as half precision numbers in memory, part by part, then a GEMM."""
+"""Many rows times a weight in blocks: the weight is written in half precision, part by part, then a GEMM reads it."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""still::MatMulNBits: tokens times a weight of 4 or 8 bits in blocks, each with a scale."""
+"""still::MatMulNBits: tokens times a 4- or 8-bit weight in blocks with scales."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORD_BITS = 32
 
 
 GROUP_ROWS = 8
-"""Rows that share what is read of the weight: columns of a matrix instruction."""
+"""Rows that share one read of the weight: columns of a matrix instruction."""
 FEW = f"tokens <= {8 * GROUP_ROWS}"
-"""So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
+"""So few rows that reading the weight for each group is cheaper than writing and reading it in half precision."""
 SPANS = (4224, 8192)
-"""Outputs up to which a GEMM is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
-multiprocessor."""
+"""Largest number of outputs of a GEMM of span 0 and 1; larger ones are span 2. An H200 runs span 0 with 16 outputs per program and two
+programs of 8 warps per multiprocessor at once."""
 
 PLAN = Plan(
     MATMUL_NBITS,
@@ -35,15 +35,15 @@ PLAN = Plan(
         zero_points="has(zero_points)",
         offsets="has(offsets)",
         aligned="O % 8 == 0",  # stores of 16 bytes
-        span=f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
+        span=f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # fewer programs have more warps each
     ),
     constants=(
-        "few_outputs",  # of one program of a few rows
+        "few_outputs",  # outputs of a program for few rows
         "unpack_outputs",
         "unpack_words",
         "row_block",
         "output_block",
-        "dense_weights",  # that are half precision numbers at a time
+        "dense_weights",  # weights in half precision at a time
     ),
     checks=(
         Check("super_block == 0", "super_block={super_block}; the kernels have 0: scales that are numbers."),
@@ -136,14 +136,14 @@ def naive_matmul_nbits(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """What kernels are compiled for.
+    """Properties that kernels are compiled for.
 
-    zero_points, offsets: Whether there are any.
-    aligned: Whether outputs are a multiple of 8, which may be stored at once.
-    span: How many there are (SPANS).
+    zero_points, offsets: Whether they exist.
+    aligned: Whether O is a multiple of 8, for 16-byte stores.
+    span: Class of the number of outputs (SPANS).
     """
 
-    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
+    DTYPES = ("float16",)  # codes become numbers through the bits of half precision
     bits: int = 4
     block_size: int = 32
     zero_points: int = 1
@@ -158,13 +158,13 @@ class Variant(StatelessVariant):
 
 
 DENSE_WEIGHTS = 1 << 26
-"""Weights that are half precision numbers at a time: 128 MB, of which GEMMs of 2,048 rows have several waves of blocks."""
+"""Weights in half precision at a time: 128 MB, enough for several waves of blocks in GEMMs of 2,048 rows."""
 WIDE_SHARED = 150 << 10
-"""Shared memory that blocks of 128 x 256 take."""
+"""Shared memory of blocks of 128 x 256."""
 
 FEW_TILES = {4: ((16, 8, 2, 1), (16, 4, 2, 1), (32, 2, 2, 0)), 8: ((16, 8, 2, 2), (16, 4, 4, 2), (32, 2, 2, 2))}
-"""Outputs, warps, units and what is asked for ahead (`gluon_few.few_kernel`) of a few rows, by bits and span. Best of 84 and 22 on an H200
-over the linear layers of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
+"""By bits and span: outputs, warps, units and prefetched steps (`gluon_few.few_kernel`) for few rows. Best of 84 and 22 on an H200 over the
+linear layers of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:

@@ -1,11 +1,11 @@
-"""Launch plans: which kernels one call of an op runs, on what grids, with what arguments and workspace. Data, written once per op.
+"""Launch plans: kernels, grids, arguments and workspace of one call of an op. Data, written once per op.
 
-An op's `plan.py` writes a `Plan` in strings, in the language of `expressions.py`. The archive's index carries it (`Plan.data`); the
-Python launcher (`launcher.py`) and the C++ core (plugins/core) execute it alike, so a second op needs no C++:
+An op's `plan.py` writes a `Plan` in strings, in the language of `expressions.py`. The archive's index contains it (`Plan.data`). The
+Python launcher (`launcher.py`) and the C++ core (plugins/core) both execute it, so a new op needs no C++:
 
     PLAN = Plan(
         SPEC,
-        constants=("block",),                                   # integers that each compiled variant brings
+        constants=("block",),                                   # integers that each compiled variant defines
         key={"dtype": "dtype", "head_dim": "D"},                # which variant serves a call
         checks=(Check("H % HK == 0", "H={H} is no multiple of HK={HK}."),),
         define={"parts": "ceil_div(N, 512)"},
@@ -18,12 +18,12 @@ Python launcher (`launcher.py`) and the C++ core (plugins/core) execute it alike
         ),
     )
 
-A kernel's pointers go by name without p_: a tensor of the op (a state's present one by its plain name, or by `present_<name>` where an
-input has that), `query_start` and `state_row` of packed sequences, a workspace or persistent region, an alias. What a call does not have is
-null. Its integers and reals are those of the step, then those of the plan; what is left over are constants of the compiled kernel.
+Pointers of a kernel are named without p_. They are a tensor of the op, `query_start` and `state_row` of packed sequences, a workspace or
+persistent region, or an alias. A present state has its plain name, or `present_<name>` if an input has that name. Tensors that the call
+lacks are null. Integers and reals come from the step, then from the plan; the remaining arguments are constants of the compiled kernel.
 
-Padded sequences are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed ones are [tokens, ...] with states of `rows` rows, of which the
-call has B; T is then the most tokens of a sequence. A call without sequences or tokens launches nothing.
+Padded sequences are [B, T, ...]; `tokens` is B * T and `rows` is B. Packed sequences are [tokens, ...] with states of `rows` rows. The call
+uses B of these rows, and T is then the longest sequence. A call without sequences or tokens launches nothing.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches of an op; the module says what the parts mean.
+    """The launches of an op; the module's docstring explains the parts.
 
     Args:
         spec: The op.
-        steps: What is launched, in order.
-        key: Name of each property that kernels are compiled for, and its value of a call. Sees no constant.
-        constants: Names of integers that a compiled variant brings: block sizes that grids or regions follow from.
-        checks: Conditions on shapes and attributes, in order. They see no constant and no defined name.
+        steps: Launches in order.
+        key: Properties that kernels are compiled for, by name, with their value for a call. Constants are not available.
+        constants: Integers that a compiled variant defines: block sizes that grids or regions depend on.
+        checks: Conditions on shapes and attributes, in order. Constants and defined names are not available.
         define: Names in order of definition.
-        arguments: Integers and reals that kernels take by these names.
-        types: Names of element types, each an expression that gives a key of `ELEMENTS`.
+        arguments: Integer and real kernel arguments by name.
+        types: Names of element types, each an expression whose value is a key of `ELEMENTS`.
         workspace, persistent: Regions in order; persistent ones are int32.
         aliases: Further names of tensors.
-        matrices: Rows and columns of tensors that kernels take by descriptor.
+        matrices: Rows and columns of tensors that kernels receive as descriptors.
         measured_tokens: Values of T at which a call may need more workspace than at the largest T; every batch is measured at each.
 
     Raises:
-        ConfigError: When used first: an expression is wrong, a name is taken, or steps are nested too deeply.
+        ConfigError: On first use: an expression is wrong, a name is taken, or steps are nested too deeply.
     """
 
     spec: OpSpec
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """The plan as the archive's index carries it."""
+        """The plan as stored in the archive's index."""
         return self.compiled.data()
 
     def check(self, call: Call) -> None:
@@ -125,9 +125,9 @@ class Plan:
             raise UnsupportedError(f"{self.spec.name}: {failure}")
 
     def key_of(self, call: Call) -> dict[str, int | str]:
-        """Key of the variant that serves a call; what follows from something unknown is left out.
+        """Key of the variant that serves a call, without properties that depend on unknown values.
 
-        Only the side that `if` takes is asked: what an input tells that a call does not have need not be known.
+        `if` evaluates only the chosen side, so values of inputs that the call lacks may be unknown.
         """
         env, key = call.environment(), {}
         for name, value in self.compiled.key.items():
@@ -136,7 +136,7 @@ class Plan:
         return key
 
     def launches(self) -> Iterator[Launch]:
-        """Every launch that the plan names, once."""
+        """Every launch of the plan, once."""
         left: list[Step] = list(self.steps)
         while left:
             match left.pop(0):
@@ -148,15 +148,15 @@ class Plan:
                     left += [*then, *otherwise]
 
     def evaluate(self, call: Call) -> Launches:
-        """What one call launches."""
+        """Launches of one call."""
         return self.compiled.evaluate(call.environment())
 
     def element_types(self, call: Call) -> dict[str, str]:
-        """Element type of every pointer that the plan can pass, by name; `call` has what `types` follow from."""
+        """Element type of every pointer that the plan can pass, by name; `call` has the values that `types` use."""
         env = call.environment()
         kinds = {"T": call.dtype or "", "int64": call.count_dtype or "", "float32": "float32", "int32": "int32"}
         inputs = {t.name: kinds[t.dtype] for t in (*self.spec.inputs, *self.spec.outputs)}
-        # Kernels see the codes of words.
+        # Kernels read the codes of words.
         states = {
             state.name: "int8" if state.resolve(call.attributes) != state else kinds[state.dtype]
             for state in self.spec.states

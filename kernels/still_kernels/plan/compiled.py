@@ -1,4 +1,4 @@
-"""A plan with its expressions checked: evaluated for a call, or as data for the archive's index."""
+"""A plan with checked expressions: evaluated for a call, or as data for the archive's index."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Region:
 
 
 class Compiled:
-    """A plan whose expressions are checked; made once by `Plan.compiled`."""
+    """A plan with checked expressions; made once by `Plan.compiled`."""
 
     def __init__(self, plan: Plan) -> None:
         scope = Scope(plan.spec)
@@ -75,13 +75,13 @@ class Compiled:
         self.steps = self._steps(plan.steps, scope, 0)
 
     def compile_checks(self, checks: Sequence[Check]) -> list[Rule]:
-        """Conditions and messages of checks."""
+        """Compile conditions and messages of checks."""
         scope = Scope(self.plan.spec)
         return [(compile_expression(check.condition, scope), self._message(check.message, scope)) for check in checks]
 
     @staticmethod
     def failures(rules: Sequence[Rule], env: Environment) -> Iterator[str]:
-        """Messages of the checks that fail, in order."""
+        """Messages of failed checks, in order."""
         for condition, message in rules:
             if not condition(env):
                 yield "".join(part if isinstance(part, str) else str(part(env)) for part in message)
@@ -102,7 +102,7 @@ class Compiled:
         return _Region(region.name, types[region.element], shape, compile_expression(region.when, scope))
 
     def _steps(self, steps: Sequence[Step], scope: Scope, depth: int) -> list[Any]:
-        """Steps with their expressions: tuples that begin with the kind of the step."""
+        """Compile steps into tuples that begin with the kind of the step."""
         if depth > NESTING:
             raise ConfigError(f"plan of {self.plan.spec.name}: loops and branches are nested deeper than {NESTING}.")
         inner = Scope(scope.spec, scope.constants, dict(scope.values))
@@ -127,7 +127,7 @@ class Compiled:
         return result
 
     def data(self) -> dict[str, Any]:
-        """For the index; docs/reference/plan.md describes it."""
+        """Data for the index; see docs/reference/plan.md."""
         return {
             "constants": list(self.plan.constants),
             "key": {name: value.data for name, value in self.key.items()},
@@ -168,7 +168,7 @@ class Compiled:
         )
 
     def regions(self, regions: Sequence[_Region], env: Environment) -> tuple[Buffer, ...]:
-        """Those that exist."""
+        """Regions whose condition is true."""
         found = tuple(
             Buffer(region.name, region.element(env), tuple(dim(env) for dim in region.shape))
             for region in regions

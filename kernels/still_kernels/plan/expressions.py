@@ -1,15 +1,15 @@
-"""Expressions of a launch plan: Python's own syntax for a few operators, checked once, kept as prefix lists.
+"""Expressions of a launch plan: Python syntax for a few operators, checked once, stored as prefix lists.
 
 An expression is an integer, a text or a real number:
 
     ceil_div(T, C) + 1              integers: + - * // % min max ceil_div pow2, and / or / not, comparisons (1 or 0), a if c else b
     kind == 'error'                 texts compare with == and !=, or `kind in ('relu', 'elu')`
     has(gate)   dim(weight, 0)      whether the call has a tensor; one dimension of it
-    rsqrt(D)                        1 / sqrt of an integer: a real number, like a float attribute; reals may be compared and chosen
+    rsqrt(D)                        1 / sqrt of an integer: a real number, like a float attribute; reals can be compared and chosen
 
-A name is, in this order, a value defined before, a dimension of the op ("B"), an attribute, a constant of the compiled variant, or one
-of `CALL`. As data (what the archive's index carries and plugins/core evaluates) an expression is an integer or a list that begins with
-its operator: ["+", ["size", "B"], 1]. Integers have 64 bits; overflow and division by what is not positive are errors there.
+A name is, in this order, a defined value, a dimension of the op ("B"), an attribute, a constant of the compiled variant, or one
+of `CALL`. As data (for the archive's index and plugins/core) an expression is an integer or a list that begins with its operator:
+["+", ["size", "B"], 1]. Integers have 64 bits; overflow and division by a non-positive number are errors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from still_graphs.ops import OpSpec
 from still_graphs.spec import dimension
 
 CALL = {"tokens": "integer", "rows": "integer", "dtype": "text", "count_dtype": "text"}
-"""Of any call: its tokens of all sequences, rows of its state, types of its activations and of its counts."""
+"""Names available in every call: tokens of all sequences, rows of the state, types of activations and of counts."""
 DEPTH = 24
 NODES = 256
-"""Bounds of one expression; plugins/core has the same."""
+"""Limits of one expression, equal to those of plugins/core."""
 
 Data = int | list[Any]
 Environment = dict[str, Any]
@@ -65,14 +65,14 @@ def symbols(spec: OpSpec) -> list[str]:
 
 @dataclass
 class Scope:
-    """The names that an expression may use, and what they are."""
+    """The names available to an expression, with their types."""
 
     spec: OpSpec
     constants: tuple[str, ...] = ()
     values: dict[str, str] = field(default_factory=dict)  # defined names and their types
 
     def define(self, name: str, kind: str) -> None:
-        """A new name; ConfigError where it is taken."""
+        """Add a name; ConfigError if it is taken."""
         if not name.isidentifier():
             raise ConfigError(f"plan of {self.spec.name}: {name!r} is no name.")
         if self.find(name) is not None:
@@ -80,7 +80,7 @@ class Scope:
         self.values[name] = kind
 
     def find(self, name: str) -> tuple[Data, str] | None:
-        """Data and type of a name, or None for an unknown one."""
+        """Data and type of a name; None if unknown."""
         if name in self.values:
             return ["value", name], self.values[name]
         if name in symbols(self.spec):
@@ -93,7 +93,7 @@ class Scope:
         return (["call", name], CALL[name]) if name in CALL else None
 
     def tensors(self) -> set[str]:
-        """Names of tensors as kernels have them: a state's present one by its plain name, unless an input has that."""
+        """Names of tensors in kernels: a present state has its plain name, unless an input has that."""
         every = {tensor.name for tensor in (*self.spec.all_inputs(), *self.spec.outputs)}
         return every | {f"present_{state.name}" for state in self.spec.states}
 
@@ -108,7 +108,7 @@ class Expression:
     run: Callable[[Environment], Any] = field(compare=False)
 
     def __call__(self, environment: Environment) -> Any:
-        """The value, of what `Call.environment` gives."""
+        """The value in `environment` (`Call.environment`)."""
         return self.run(environment)
 
 
@@ -116,10 +116,10 @@ def compile_expression(text: str | int, scope: Scope, kind: str = "integer") -> 
     """Check one expression.
 
     Args:
-        kind: The type that it must have; "real" takes integers too, "any" takes all.
+        kind: Required type; "real" accepts integers too, "any" accepts all.
 
     Raises:
-        ConfigError: Syntax, an unknown name, or types that do not go together.
+        ConfigError: Syntax error, unknown name, or types that do not match.
     """
     where = f"plan of {scope.spec.name}: {text!r}"
     try:
@@ -136,7 +136,7 @@ def compile_expression(text: str | int, scope: Scope, kind: str = "integer") -> 
 
 
 def leaves(data: Data) -> Iterator[list[Any]]:
-    """The names that an expression uses, as data: ["size", "B"]."""
+    """Names in an expression, as data: ["size", "B"]."""
     if isinstance(data, list):
         if data[0] in _SOURCE:
             for part in data[1:]:
@@ -146,7 +146,7 @@ def leaves(data: Data) -> Iterator[list[Any]]:
 
 
 class _Reader:
-    """From Python's syntax tree to data and type."""
+    """Converts Python's syntax tree to data and type."""
 
     def __init__(self, scope: Scope, where: str) -> None:
         self.scope, self.where = scope, where

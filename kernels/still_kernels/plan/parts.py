@@ -1,4 +1,4 @@
-"""What a plan is written in, and what it becomes for one call."""
+"""Parts of a plan, and their values for one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NESTING = 8
 
 @dataclass(frozen=True)
 class Check:
-    """What a call must fulfil, whatever was compiled; `message` has expressions in braces and says what to do."""
+    """A condition on a call for all variants; `message` has expressions in braces and the remedy."""
 
     condition: str
     message: str
@@ -28,11 +28,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Region:
-    """A buffer of workspace, uninitialised, or a persistent one, zero between launches.
+    """A workspace buffer, uninitialised, or a persistent one, zero between launches.
 
     Args:
         element: A key of `ELEMENTS`, "T" for the type of the activations, or a name of `Plan.types`.
-        when: The region exists where this holds; two regions of one name must not both exist.
+        when: The region exists if this is true; two regions with one name must not both exist.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Alias:
-    """Kernels know the tensor `tensor` as `name` too, where `when` holds."""
+    """A second name for `tensor` in kernels, if `when` is true."""
 
     name: str
     tensor: str
@@ -52,7 +52,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor as rows one behind the other, of which kernels copy blocks: they take it as a descriptor of its name."""
+    """A tensor as consecutive rows, passed as a descriptor of its name; kernels copy blocks of it."""
 
     tensor: str
     rows: str
@@ -74,7 +74,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Let:
-    """A name for the steps that follow in the same body."""
+    """A name for the following steps of the same body."""
 
     name: str
     value: str
@@ -93,7 +93,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branch:
-    """One body or the other."""
+    """The first body if the condition is true, else the second."""
 
     condition: str
     then: Sequence[Step]
@@ -114,7 +114,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch of one call; `arguments` are its own, beside those of all."""
+    """A launch of one call; `arguments` are its own, besides the plan's."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -123,7 +123,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Launches:
-    """A plan evaluated for one call: what to allocate and to launch."""
+    """A plan evaluated for one call: buffers to allocate and kernels to launch."""
 
     workspace: tuple[Buffer, ...] = ()
     persistent: tuple[Buffer, ...] = ()
@@ -135,16 +135,16 @@ class Launches:
 
 @dataclass(frozen=True)
 class Call:
-    """What a plan sees of a call.
+    """Facts about a call that a plan reads.
 
     Args:
-        sizes: By symbol of the OpSpec, as far as known; B and T as above.
-        attributes: All of the op's.
-        constants: Of the variant.
-        dtype, count_dtype: Types of activations and of counts, "float16", "int64"; None where they are not known.
-        present: Tensors of the call that are optional in the op, by plain name.
-        shapes: Of the tensors that the plan asks for with dim().
-        tokens, rows: Of packed sequences; None = padded.
+        sizes: By symbol of the OpSpec, if known; B and T as above.
+        attributes: All attributes of the op.
+        constants: Constants of the variant.
+        dtype, count_dtype: Types of activations and of counts, "float16", "int64"; None if unknown.
+        present: Plain names of the optional tensors that the call has.
+        shapes: Shapes of the tensors that the plan reads with dim().
+        tokens, rows: Counts for packed sequences; None = padded.
     """
 
     sizes: Mapping[str, int]
@@ -169,15 +169,15 @@ class Call:
         """The call of an op with these inputs.
 
         Args:
-            shapes: Of the inputs that are there, by their names in the op (`past_<state>`); 0 or less is a dimension that is not known.
-                The last two dimensions of an activation may be joined.
+            shapes: Of the present inputs, by their names in the op (`past_<state>`); a dimension of 0 or less is unknown. The last two
+                dimensions of an activation may be joined.
         """
         spec = spec.resolve(attributes)
         known = {
             name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
         }
         sizes = {name: attributes[name] for name in symbols(spec) if name in attributes}
-        for weights in (False, True):  # their 1 stands for all heads
+        for weights in (False, True):  # 1 in a weight's shape is shared by all heads
             found = [
                 (shapes[name], tensor.shape) for name, tensor in known.items() if (tensor.role == "weight") == weights
             ]
@@ -191,11 +191,11 @@ class Call:
                     sizes.setdefault(str(dims[-2]), got[-1] // sizes[str(dims[-1])])
         plain = {
             tensor.name: shapes[name] for name, tensor in reversed(known.items())
-        }  # an input goes before a state of its name
+        }  # an input has priority over a state with its name
         return cls(sizes, attributes, {}, dtype, count_dtype, frozenset(plain), plain)
 
     def environment(self) -> Environment:
-        """Values by the names that compiled expressions use; names without a value are left out."""
+        """Values of names in compiled expressions; names without a value are left out."""
         call = {"dtype": self.dtype, "count_dtype": self.count_dtype, "tokens": self.tokens, "rows": self.rows}
         if self.tokens is None and {"B", "T"} <= set(self.sizes):
             call |= {"tokens": self.sizes["B"] * self.sizes["T"], "rows": self.sizes["B"]}

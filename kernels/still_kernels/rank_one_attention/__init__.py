@@ -1,1 +1,1 @@
-"""Linear attention whose state each token multiplies with a diagonal matrix and one of rank one: definition and chunks."""
+"""Linear attention whose state is multiplied by a diagonal plus a rank-one matrix: definition."""

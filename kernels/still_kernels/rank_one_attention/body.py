@@ -1,4 +1,4 @@
-"""Function body of still::RankOneAttention, of LinearAttention's terms: a token writes what it brings and what it read before."""
+"""Function body of still::RankOneAttention, with LinearAttention's terms: a token writes its value and the value that it read first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = "past_recurrent_state"
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: a call of one token by the recurrence, a longer one in chunks."""
+    """The function of `node`: the recurrence for one token, chunks for longer calls."""
     heads, dim, size = dims["H"], dims["D"], dims["V"]
     layer = Layer("", heads, 1, heads, dim, heads, size, dim, 0, 1.0)
     b = Scope()
@@ -45,7 +45,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _write_step(b: Scope, layer: Layer, x: Mapping[str, str], output: str, present: str) -> None:
-    """The recurrence; in place: the last read of the past state is the sum that writes the present one."""
+    """The recurrence. In place: the sum that writes the present state is the last reader of the past one."""
     state = b("Mul", STATE, b("Transpose", b("Exp", x["decay"]), perm=[0, 1, 3, 2]))
     values = b("Concat", x["value"], b("MatMul", x["read_key"], state), axis=2)  # [B, H, 2, V]
     keys = b("Transpose", b("Concat", x["key"], x["write_key"], axis=2), perm=[0, 1, 3, 2])

@@ -1,4 +1,4 @@
-"""The meaning of still::RankOneAttention in PyTorch, 64 tokens at a time."""
+"""Definition of still::RankOneAttention in PyTorch, 64 tokens at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from still_kernels.torch_ops import traced_op
 class Inputs:
     """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
 
-    decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H, D].
-    read_key: What reads the state before a token is written, [B, T, H, D].
-    write_key: Where that is added, [B, T, H, D].
+    decay: Logarithm of the state's decay at each token, at most 0, [B, T, H, D].
+    read_key: Key that reads the state before a token is written, [B, T, H, D].
+    write_key: Key with which that value is added, [B, T, H, D].
     """
 
     query: Tensor
@@ -32,7 +32,7 @@ class Inputs:
     new_tokens: Tensor
 
     def spread(self, state: Tensor) -> dict[str, Tensor]:
-        """The tensors by name in the state's type, 0 at padding, which leaves the state as it is to the bit."""
+        """The tensors by name in the state's type. They are 0 at padding, which leaves the state unchanged bit for bit."""
         sizes, tensors = sizes_of_call(RANK_ONE_ATTENTION, self, recurrent_state=state), tensors_of(self)
         wide = torch.promote_types(self.query.dtype, torch.float32)
         if state.dtype != wide:
@@ -43,13 +43,14 @@ class Inputs:
 
 
 def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """In at least float32; any split of a sequence gives the same. With S the state, g the decay, r and w the keys that read and write, per
-    head and token:
+    """Rank-one attention in at least float32. Any split of a sequence gives the same result.
+
+    With the state S, the decay g, and the reading and writing keys r and w, for each head and token:
 
         S := exp(g) S,  S := S + k v^T + w (S^T r)^T,  output = S^T q
 
     Args:
-        state: What the sequences have seen, [B, H, D, V].
+        state: State before the call, [B, H, D, V].
 
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
@@ -75,4 +76,4 @@ def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, T
 
 
 rank_one_attention = traced_op(RANK_ONE_ATTENTION, Inputs)(chunked_rank_one_attention)
-"""The same, one node where a program is traced."""
+"""`chunked_rank_one_attention` as one node in a traced program."""

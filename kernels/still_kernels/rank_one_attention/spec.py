@@ -1,4 +1,4 @@
-"""still::RankOneAttention: linear attention whose state each token multiplies with a diagonal matrix and one of rank one."""
+"""still::RankOneAttention: linear attention whose state is multiplied by a diagonal plus a rank-one matrix at each token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK_ONE_ATTENTION = OpSpec(
         TensorSpec("write_key", _KEYS, "T", "activation"),
         TensorSpec("new_tokens", ("B",), "int64", "count"),
     ),
-    # In place as LinearAttention's: one product a chunk reads the state, and what is written comes after it.
+    # In place like LinearAttention: one product per chunk reads the state, and writes come after it.
     states=(StateSpec("recurrent_state", ("B", "H", "D", "V"), "float32"),),
     outputs=(TensorSpec("output", ("B", "T", "H", "V"), "T", "activation"),),
 )

@@ -1,1 +1,1 @@
-"""Queries and keys rotated, values and gates told apart: definition and kernels."""
+"""Rotated queries and keys, split values and gates: definition and kernels."""

@@ -1,4 +1,5 @@
-"""Function bodies of still::RotaryQkv: rotation and gate in float32; and around ONNX's rotation, for which ONNX Runtime has kernels."""
+"""Function bodies of still::RotaryQkv: rotation and gate in float32; and around ONNX's RotaryEmbedding, for which ONNX Runtime has
+kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 def runtime_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
-    """The function of `node` by ONNX's op, which takes half of the angles: both halves must be alike."""
+    """The function of `node` by ONNX's op, which has half of the angles: both halves must be equal."""
     b, widths = Scope(), _widths(node)
     parts = _parts(b, node, widths)
     angles = [b.multi("Split", name, out=2, axis=-1, num_outputs=2)[0] for name in ("cos", "sin")]
@@ -52,8 +53,8 @@ def _widths(node: onnx.NodeProto) -> list[int]:
 
 
 def _parts(b: Scope, node: onnx.NodeProto, widths: list[int]) -> list[str]:
-    """Query, key, value, and the gate where there is one."""
-    own = any(node.input[4:])  # of the gate
+    """Query, key, value, and the gate if there is one."""
+    own = any(node.input[4:])  # separate gate input
     sizes = [width for width in (widths[:3] if own else widths) if width]
     return [*b.multi("Split", "input", sizes, out=len(sizes), axis=-1), *(["gate_input"] if own else [])]
 

@@ -1,10 +1,10 @@
-"""Fuse what lies between the product of a layer's queries, keys, values and gates, and its attention: still::RotaryQkv.
+"""Fuse the ops between the product of a layer's queries, keys, values and gates and its attention: still::RotaryQkv.
 
-TensorRT 8.6 runs the split, both rotations and the gate in 15 launches, four of which only move halves of heads; a decode step of a small
-model is bound by launches. Nothing is left there for it to compile either, which took seconds a layer.
+TensorRT 8.6 runs the split, both rotations and the gate in 15 launches, four of which only move halves of heads. Launches dominate a decode
+step of a small model. The fusion also saves compilation, which took seconds per layer.
 
-requires: merged products, query and key first (merge_projections); heads and their sizes known.
-ensures: no split of float16 or bfloat16 numbers is left whose parts are rotated by halves, passed on and gated, and nothing else.
+requires: merged products, query and key first (merge_projections); known heads and sizes.
+ensures: no split of float16 or bfloat16 numbers is left whose parts are only rotated by halves, passed on and gated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from still_kernels.rotary_qkv.spec import ROTARY_QKV
 
 
 class _Rotation(NamedTuple):
-    """Of the `part` of a split: x * cos + concat(-second half, first half) * sin for heads `x`; the sum, and with heads side by side."""
+    """Rotation of `part` of a split: x * cos + concat(-second half, first half) * sin for heads `x`; the sum, and its flattened heads."""
 
     part: Result
     x: Op
@@ -48,7 +48,7 @@ BIAS = Val(lambda value: is_weight(value) and rank(value) == 1)
 
 
 def _fusion(gated: bool, flat: tuple[bool, bool]) -> Fusion:
-    """With a gate, and with heads of queries and of keys side by side in the end, or not."""
+    """The fusion with or without a gate, and with or without flattened heads of queries and of keys."""
     split = Op("Split", WHOLE, ..., outputs=3 + gated, check=on_last)
     rotations = [_rotation(split[0]), _rotation(split[1])]
     turned = [rotation.flat if joined else rotation.total for rotation, joined in zip(rotations, flat, strict=True)]
@@ -76,7 +76,7 @@ def _fusion(gated: bool, flat: tuple[bool, bool]) -> Fusion:
 
 
 def _fits(match: Match, rotation: _Rotation) -> bool:
-    """Whether sizes are those of heads [B, T, H, D] that are rotated by angles [B, T, D]."""
+    """Whether sizes are those of heads [B, T, H, D] rotated by angles [B, T, D]."""
     x = match.value(rotation.x)
     if x.shape is None or len(x.shape) != 4 or not all(isinstance(size, int) for size in x.shape[2:]):
         return False
@@ -90,7 +90,7 @@ def _fits(match: Match, rotation: _Rotation) -> bool:
 
 
 def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
-    """Heads of what the node makes, told apart."""
+    """The node's output, split into heads."""
     part, result, x = (match.value(pattern) for pattern in (rotation.part, rotation.total, rotation.x))
     flat.name, flat.shape, flat.type = f"{result.name}.flat", part.shape, part.type
     name = f"{result.name}.heads"

@@ -1,10 +1,10 @@
-"""Fuse what lies between the products of a layer and its attention where ONNX Runtime's rotations are in the graph: still::RotaryQkv.
+"""Fuse the ops between the products of a layer and its attention, in graphs with RotaryEmbedding: still::RotaryQkv.
 
-Its CUDA provider runs the split, both rotations, the bias of the gate and its sigmoid in five launches.
+ONNX Runtime's CUDA provider runs the split, both rotations, the bias of the gate and its sigmoid in five launches.
 
-requires: query, key and value of one product, which is split; RotaryEmbedding of heads side by side, by the first halves of angles
-    [B, T, D] whose halves are alike (export/fuse.py).
-ensures: no such split in float16 or bfloat16 is left; a gate beside it, the sigmoid of another product of the same tokens, is fused too.
+requires: query, key and value of one product, which is split; RotaryEmbedding of flattened heads, by the first halves of angles [B, T, D]
+with equal halves (export/fuse.py).
+ensures: no such split in float16 or bfloat16 is left; a gate, the sigmoid of another product of the same tokens, is fused too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _fits(match: Match) -> bool:
 
 
 def _gated(match: Match) -> bool:
-    """Whether there is a gate beside them: of another product of the same tokens, which nothing else reads."""
+    """Whether the layer has a gate: another product of the same tokens, without other readers."""
     whole, source = match.value(WHOLE), match.value(SOURCE)
     product, beside = whole.producer(), source.producer()
     if product is None or beside is None or beside is product or beside.op_type not in PRODUCTS:

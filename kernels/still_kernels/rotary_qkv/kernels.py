@@ -1,4 +1,4 @@
-"""One launch for all numbers of a token: it rotates, copies, or gates each column by where it stands."""
+"""One launch for all numbers of a token: it rotates, copies or gates each column by its position."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

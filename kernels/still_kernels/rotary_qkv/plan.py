@@ -1,4 +1,4 @@
-"""still::RotaryQkv: queries and keys rotated, values and gates told apart."""
+"""still::RotaryQkv: rotated queries and keys, split values and gates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, all of one type; see the op's spec."""
 
     input: Tensor
     cos: Tensor
@@ -62,11 +62,11 @@ class Inputs(StatelessInputs, plan=PLAN):
 
 @defined
 def naive_rotary_qkv(inputs: Inputs, wide: dtype) -> tuple[Tensor, ...]:
-    """Query, key, value and, where there is one, gate, [B, T, width] each."""
+    """Query, key, value and gate, if there is one, [B, T, width] each."""
     import torch
 
     def rotated(x: Tensor) -> Tensor:
-        """Heads side by side, each rotated by the angles of its token."""
+        """Flattened heads, each rotated by the angles of its token."""
         heads = x.unflatten(2, (-1, inputs.cos.shape[2]))
         first, second = heads.chunk(2, -1)
         return (heads * cos + torch.cat((-second, first), -1) * sin).flatten(2)
@@ -81,7 +81,7 @@ def naive_rotary_qkv(inputs: Inputs, wide: dtype) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """Whether there is a gate, a bias of it, numbers of it beside the input; whether all widths are read and stored 8 at a time."""
+    """Whether there is a gate, a bias of it, and a separate gate input; whether all widths are multiples of 8."""
 
     gated: int = 0
     biased: int = 0
@@ -90,7 +90,8 @@ class Variant(StatelessVariant):
 
 
 TILES = TileTable({"rotary": KernelTile({"BC": 512}, 2)})
-"""For all, as time is that of a launch, or of reading memory: SmolLM2's token in three programs, Llama-3.1-8B's with a gate in twenty."""
+"""For all variants, since a launch or memory bandwidth dominates: SmolLM2's token in three programs, Llama-3.1-8B's with a gate in
+twenty."""
 
 
 OP = stateless_op(

@@ -1,13 +1,13 @@
-"""still::RotaryQkv: what lies between the first product of a layer and its attention, for runtimes that launch each step of it."""
+"""still::RotaryQkv: the ops between the first product of a layer and its attention, for runtimes that launch each separately."""
 
 from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 ROTARY_QKV = OpSpec(
-    # Symbols: F numbers of a token, those of query, key, value and gate side by side; D head dim. Heads of query and key are rotated:
-    # x * cos + (-x[D/2:], x[:D/2]) * sin; the gate is sigmoid(x + gate_bias). A layer without a gate has gate_width 0. Where the gate's
-    # numbers are of another product they are gate_input, and not among the F.
+    # Symbols: F numbers of a token, those of query, key, value and gate in a row; D head dim. Heads of query and key are rotated:
+    # x * cos + (-x[D/2:], x[:D/2]) * sin; the gate is sigmoid(x + gate_bias). A layer without a gate has gate_width 0. If another
+    # product makes the gate's numbers, they are gate_input and not among the F.
     name="RotaryQkv",
     torch_name="rotary_qkv",
     inputs=(

@@ -1,1 +1,1 @@
-"""Keys and values as caches in 8 bits hold them: definition and kernels."""
+"""Keys and values rounded to 8-bit caches: definition and kernels."""

@@ -1,9 +1,9 @@
-"""Fuse what rounds keys and values to caches in 8 bits: still::RoundKeyValue.
+"""Fuse the rounding of keys and values for 8-bit caches: still::RoundKeyValue.
 
-TensorRT 8.6 runs it in 18 launches a layer, which cost a decode step more than small caches save.
+TensorRT 8.6 runs it in 18 launches per layer, which cost a decode step more than small caches save.
 
 requires: the rounding of still_kernels.codes.rounded, traced; types and shapes of keys and values declared.
-ensures: no attention reads keys and values [B, T, HK, D], float16 or bfloat16, that are rounded so by other nodes.
+ensures: no attention reads keys and values [B, T, HK, D], float16 or bfloat16, that other nodes round in this way.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NAMES = ROUND_KEY_VALUE.input_names()
 
 
 def _is_steps(value: ir.Value) -> bool:
-    from still_graphs.functions.codes import STEPS  # with onnx, which programs that run packages lack
+    from still_graphs.functions.codes import STEPS  # imports onnx, which programs that run packages lack
 
     tensor = ir.convenience.get_const_tensor(value)
     return tensor is not None and tensor.size == 1 and float(tensor.numpy().item()) == STEPS
 
 
 def _rounded(given: Val) -> Op:
-    """What still_kernels.codes.rounded makes of a value."""
+    """The nodes of still_kernels.codes.rounded for a value."""
     wide, steps = Op("Cast", given), Val(_is_steps)
     largest = Op("Clip", Op("ReduceMax", Op("Abs", wide), ...), ...)
     scale = Op("Div", largest, Either(Op("Expand", steps, ...), steps))

@@ -1,4 +1,4 @@
-"""One launch for keys and values, a program for some heads of one of both."""
+"""One launch for keys and values; a program rounds some heads of either."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

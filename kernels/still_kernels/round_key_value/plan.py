@@ -1,4 +1,4 @@
-"""still::RoundKeyValue: keys and values as caches in 8 bits hold them."""
+"""still::RoundKeyValue: keys and values rounded to 8-bit caches."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Inputs(StatelessInputs, plan=PLAN):
 
 
 def naive_round_key_value(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, T, HK, D], dtype of the inputs, each head of a token rounded to codes by a scale of its own. ShapeError: A
-    tensor does not fit."""
+    """Keys and values [B, T, HK, D], dtype of the inputs, each head of a token rounded to codes with its own scale. ShapeError: A tensor
+    does not fit."""
     from still_kernels.codes import rounded
 
     inputs.check()
@@ -44,13 +44,13 @@ def naive_round_key_value(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """What the kernel is compiled for."""
+    """Properties that the kernel is compiled for."""
 
     head_dim: int = 128
 
 
 TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})
-"""Heads of tokens of one program; one for every variant and architecture, as time is that of a launch, or of reading memory."""
+"""Heads of tokens of one program, for every variant and architecture, since a launch or memory bandwidth dominates."""
 
 
 OP = stateless_op(

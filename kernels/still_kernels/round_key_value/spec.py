@@ -1,11 +1,11 @@
-"""still::RoundKeyValue: keys and values as caches in 8 bits hold them, for runtimes that launch each step of it."""
+"""still::RoundKeyValue: keys and values rounded to 8-bit caches, for runtimes that launch each step separately."""
 
 from __future__ import annotations
 
 from still_graphs.spec import OpSpec, TensorSpec
 
 ROUND_KEY_VALUE = OpSpec(
-    # Of each head of a token what is left after it was written in 8 bits and read (`still_graphs.spec.CACHE`).
+    # The value of each head of a token after writing and reading it in 8 bits (`still_graphs.spec.CACHE`).
     name="RoundKeyValue",
     torch_name="round_key_value",
     inputs=(

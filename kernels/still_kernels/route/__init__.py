@@ -1,1 +1,1 @@
-"""Which experts each token goes to: definition."""
+"""The experts of each token: definition and kernels."""

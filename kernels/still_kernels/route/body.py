@@ -1,4 +1,4 @@
-"""Function body of still::Route: scores, groups that compete, the largest, their weights; in float32."""
+"""Function body of still::Route: scores, choice of groups, choice of experts, their weights; in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_kernels.route.spec import ROUTE
 
 BEST = 2
-"""Experts of a group whose scores are its own."""
+"""Number of experts whose scores add up to their group's score."""
 NEVER = -3.4e38
 """Score of an expert that is no candidate."""
 
@@ -37,7 +37,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     b.cast(chosen, TensorProto.INT32, out="expert")
     weight = b("GatherElements", scores, chosen, axis=-1)
     if set_["normalize"]:
-        # A runtime's sum along the last axis may depend on where a token's row lies in memory, and so on the tokens beside it.
+        # A runtime's sum along the last axis may depend on the memory address of a token's row, and so on other tokens.
         k = int(set_["k"])
         total = b("MatMul", weight, b.constant([[1.0] * k] * k, "float32"))
         weight = b("Div", weight, b("Add", total, float(set_["epsilon"])))
@@ -46,7 +46,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _of_best_groups(b: Scope, rank: str, groups: int, size: int, top: int) -> str:
-    """Scores [B, T, E] with NEVER in the place of those of groups that are not among the best."""
+    """Scores [B, T, E], with NEVER for groups that are not among the best."""
     apart = b.reshape(rank, 0, 0, groups, size)
     best, _ = b.multi("TopK", apart, [min(BEST, size)], out=2, axis=-1)
     of_groups = b("ReduceSum", best, [-1], keepdims=0)

@@ -1,4 +1,4 @@
-"""Scores of experts, and those that a token goes to."""
+"""Scores of experts, and the experts of each token."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The definition of still::Route: every score, sorted."""
+"""Definition of still::Route: every score, sorted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from still_kernels.sizes import sizes_of_call
 from still_kernels.torch_ops import traced_op
 
 BEST = 2
-"""Experts of a group whose scores are its own."""
+"""Number of experts whose scores add up to their group's score."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Inputs:
     top_groups: int = 1
 
     def check(self) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
+        """Raise ShapeError for a tensor or attribute that does not fit."""
         experts = sizes_of_call(ROUTE, self)["E"]
         if self.groups < 1 or experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ShapeError(
@@ -47,7 +47,7 @@ class Inputs:
 def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Experts int32 [B, T, K], the best first, and their weights [B, T, K] in at least float32.
 
-    told: The experts of tokens in the place of those with the best scores, [B, T, K]; -1: not told.
+    told: Experts to use instead of the best ones, [B, T, K]; -1: the best.
     """
     inputs.check()
     scores, (*_, rank) = _ranked(inputs)
@@ -61,13 +61,15 @@ def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 route = traced_op(ROUTE, Inputs)(naive_route)
-"""The same, one node where a program is traced."""
+"""`naive_route` as one node in a traced program."""
 
 
 def margins(inputs: Inputs) -> Tensor:
-    """How far each expert is from being chosen or not, [B, T, 1, E]: positive where it is chosen, the least that is chosen as far from 0 as
-    the best that is not, or of equal ones just above; -inf where its group is not. With groups [B, T, 2, E], that of each expert's group in
-    front."""
+    """Distance of each expert from the boundary of the choice, [B, T, 1, E].
+
+    Positive: chosen. The weakest chosen expert and the best rejected one have equal distances from 0; equal scores are just above 0. -inf:
+    its group is not chosen. With groups [B, T, 2, E], the distance of each expert's group first.
+    """
     inputs.check()
     _, ranks = _ranked(inputs)
     found = []
@@ -83,7 +85,7 @@ def margins(inputs: Inputs) -> Tensor:
 
 
 def _ranked(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
-    """Scores [B, T, E] in at least float32; and what is compared: where there are groups first that of groups [B, T, groups], then that of
+    """Scores [B, T, E] in at least float32, and the compared numbers: with groups first those of groups [B, T, groups], then those of
     experts, -inf in other groups."""
     wide = torch.promote_types(inputs.input.dtype, torch.float32)
     logits = inputs.input.to(wide) @ inputs.router.to(wide).T
@@ -99,5 +101,5 @@ def _ranked(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Places of the largest along the last dimension; of equal ones the first."""
+    """Indices of the largest along the last dimension; the first of equal ones."""
     return values.argsort(dim=-1, descending=True, stable=True)[..., :count]

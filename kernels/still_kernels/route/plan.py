@@ -1,4 +1,4 @@
-"""still::Route: kernels; its definition is `meaning.py`."""
+"""Kernels of still::Route; see `meaning.py` for the definition."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """What kernels are compiled for.
+    """Properties that kernels are compiled for.
 
     score: softmax or sigmoid.
     biased, grouped: Whether there is a bias, and more than one group.
-    experts, chosen: How many there are and of a token, filled up to powers of two.
-    aligned: Whether channels are a multiple of 8, which may be read at once.
+    experts, chosen: Numbers of experts, of all and of a token, rounded up to powers of two.
+    aligned: Whether channels are a multiple of 8, for 16-byte loads.
     """
 
     DTYPES = DTYPES
@@ -64,7 +64,7 @@ class Variant(StatelessVariant):
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:
-    """Block sizes on an architecture (90 for sm_90): of a few tokens a program for every 16 experts."""
+    """Block sizes on an architecture (90 for sm_90); for few tokens a program for every 16 experts."""
     few = {"BM": 16, "BN": 16, "BK": 32 if variant.dtype == "float32" else 128, "STAGES": 4}
     many = {"BM": 64, "BN": 64, "BK": 32, "STAGES": 3}
     return TileTable(

@@ -1,4 +1,4 @@
-"""still::Route: which experts each token goes to, and how much each of them counts."""
+"""still::Route: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
 ROUTE = OpSpec(
     # Symbols: I channels, E experts. All in float32: score = softmax or sigmoid of input router^T; the k experts of the largest
-    # score + bias are chosen, the largest first and of equal ones the lower index; weight = their scores without the bias,
-    # divided by (their sum + epsilon) with `normalize`, times `scaling`. With groups of experts that lie side by side only those of the
-    # `top_groups` with the largest sum of their two best are candidates. A softmax over the logits of the chosen is "softmax", normalized.
+    # score + bias are chosen, the largest first, the lower index first if equal; weight = their scores without the bias,
+    # divided by (their sum + epsilon) with `normalize`, times `scaling`. With groups of neighbouring experts the candidates are those of
+    # the `top_groups` groups with the largest sum of their two best. A softmax over the chosen logits is "softmax", normalized.
     name="Route",
     torch_name="route",
     inputs=(

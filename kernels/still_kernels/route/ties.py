@@ -1,4 +1,4 @@
-"""Did a runtime choose other experts than PyTorch, which then followed it, and was it a near tie? Without torch."""
+"""Compares a runtime's choice of experts with PyTorch's, which follows it, and finds near ties. No torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from still_kernels.route.spec import ROUTE
 from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
 
 MARGINS = "margins"
-"""What PyTorch's run tells of each token: `naive.margins`, and behind them 1 where it went."""
+"""Key of PyTorch's margins for each token (`meaning.margins`), followed by 1 at the experts used."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class RoutingTies:
-    """The experts of each token, [B, N]. A lead is that of the last chosen expert over the next, or of the last chosen group; below 0 that
-    of the best expert that was not taken over the worst that was, where a runtime was followed."""
+    """The experts of each token, [B, N]. A lead is that of the last chosen expert, or group, over the next. If a runtime's choice was
+    followed and differs, it is negative: the lead of the best rejected expert over the worst chosen one."""
 
     score = MARGINS
     watched = ROUTE.name
@@ -26,7 +26,7 @@ class RoutingTies:
     span = 1 << 30
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """Of all tokens, whatever the pairs."""
+        """Compares all tokens, whatever the pairs."""
         found = Choices()
         for lead in (lead for key, lead in leads.items() if key < 0):
             found.compared += int(np.isfinite(lead).sum())
@@ -34,19 +34,19 @@ class RoutingTies:
         return found
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
-        """Nothing: no state shows it."""
+        """Empty: no state shows it."""
         return [{} for _ in pairs]
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """Nothing: no state shows it."""
+        """Empty: no state shows it."""
         return {}
 
     def chooses(self, lengths: np.ndarray) -> bool:
-        """Every step does, and no state of one says more than another."""
+        """Always true: every step chooses, and no state shows it."""
         return False
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """Margins [B, N, 2 or 3, E]; zeros where no look shows a token."""
+        """Margins [B, N, 2 or 3, E]; zeros for tokens without a look."""
         most = max(int(outputs["present_length"].max(initial=0)) for _, outputs in looks)
         found: Scores = {}
         for past, outputs in looks:
@@ -59,18 +59,18 @@ class RoutingTies:
         return found
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """A tie is TIE times the larger of two errors of PyTorch's own run: of the difference between which was chosen, and of all margins
-        (root of the mean square)."""
+        """A tie is TIE times the larger of two errors of PyTorch's own run: of the difference between the two candidates, and of all
+        margins (root mean square)."""
         found = {}
         for key, exact in scores.items():
             margins, went, other = exact[:, :, :-1], exact[:, :, -1] > 0, own[key][:, :, :-1]
-            with np.errstate(invalid="ignore"):  # groups that were not taken are infinitely far from it
+            with np.errstate(invalid="ignore"):  # rejected groups are at infinity
                 error = np.where(np.isfinite(margins) & np.isfinite(other), other - np.float64(margins), 0)
             usual = self.usual(error, np.isfinite(margins) & np.isfinite(other))
             first, second = _natural(margins)
             lead = _relative(margins, error, usual, first, second).min(-1)
             elsewhere = np.zeros(lead.shape, bool)
-            for rank in range(margins.shape[2]):  # groups, then experts where groups are the same
+            for rank in range(margins.shape[2]):  # groups, then experts if the groups are equal
                 ours, taken = margins[:, :, rank] > 0, margins[:, :, rank]
                 last = rank == margins.shape[2] - 1
                 dropped = np.where(ours & ~went, taken, -np.inf) if last else np.where(ours, -taken, -np.inf)
@@ -89,7 +89,7 @@ class RoutingTies:
         return {layer: np.asarray(x.reshape(len(x), -1, self.heads).any(-1)) for layer, x in tied.items()}
 
     def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Root of the mean square of errors, less their mean; `known` are those of margins that are finite."""
+        """Root mean square of errors minus their mean; `known` selects finite margins."""
         return np.sqrt(np.square(error - error.mean(-1, keepdims=True)).mean(-1))
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
@@ -103,7 +103,7 @@ class RoutingTies:
 
 
 def _natural(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the last chosen and of the next."""
+    """Indices of the last chosen one and of the next."""
     last = np.where(margins > 0, margins, np.inf).argmin(-1)
     return last, np.where(margins > 0, -np.inf, margins).argmax(-1)
 
@@ -111,18 +111,18 @@ def _natural(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _relative(
     margins: np.ndarray, error: np.ndarray, usual: np.ndarray, one: np.ndarray, other: np.ndarray
 ) -> np.ndarray:
-    """The lead of the one over the other, in parts of the lead that is a tie; infinity where all are chosen, 0 where two are equal."""
+    """Lead of `one` over `other`, in units of the lead that is a tie; infinity if all are chosen, 0 if two are equal."""
 
     def between(x: np.ndarray) -> np.ndarray:
         first, second = (np.take_along_axis(x, place[..., None], -1)[..., 0] for place in (one, other))
         return first.astype(np.float64) - second
 
-    with np.errstate(invalid="ignore"):  # groups that were not taken
+    with np.errstate(invalid="ignore"):  # rejected groups
         lead = np.where((margins > 0).all(-1), np.inf, between(margins))
     lead = np.where((margins == 0).any(-1), 0.0, lead)
     return np.asarray(lead / (TIE * np.maximum(np.maximum(usual, np.abs(between(error))), SMALLEST)))
 
 
 def ties_of(manifest: Mapping[str, Any]) -> RoutingTies:
-    """The ties of a package that has such layers."""
+    """The ties of a package with such layers."""
     return RoutingTies()

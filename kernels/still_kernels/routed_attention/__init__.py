@@ -1,1 +1,1 @@
-"""The gated delta rule over chunks of which some are taken back: definition."""
+"""The gated delta rule over chunks, some of which are reverted: definition."""

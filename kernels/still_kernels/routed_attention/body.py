@@ -1,4 +1,4 @@
-"""Function body of still::RoutedAttention, of LinearAttention's: chunks that begin where the op's do, and what becomes of a chunk."""
+"""Function body of still::RoutedAttention, with LinearAttention's terms: chunks aligned to the op's, and reversal of chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Told = Callable[[Scope, str], str]
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: a call of one token by the recurrence, a longer one in chunks."""
+    """The function of `node`: the recurrence for one token, chunks for longer calls."""
     heads, dim, size, routes = dims["H"], dims["D"], dims["V"], dims["R"]
     if heads % routes:
         raise UnsupportedError(f"{node.name or node.op_type}: {routes} routes do not divide the {heads} heads.")
@@ -32,14 +32,14 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     wide = {t.name: b.wide(t.name, FLOAT if t.dtype == "float32" else dtype) for t in ROUTED_ATTENTION.inputs[:5]} | {
         "softmax": b.cast("softmax", FLOAT)
     }
-    # A token behind the last one is empty: what is not there is taken from it.
+    # A token after the last one is empty: missing places are gathered from it.
     padded = {
         name: b("Pad", x, [0] * (n := 3 if name in ("decay", "beta", "softmax") else 4) + [0, 1] + [0] * (n - 2), 0.0)
         for name, x in wide.items()
     }
 
     def at(s: Scope, name: str, place: str) -> str:
-        """Of the tokens at `place` [B, M], which is empty outside the call: [B, M, ...]."""
+        """Values of the tokens at `place` [B, M], empty outside the call: [B, M, ...]."""
         brought = s("And", s("GreaterOrEqual", place, 0), s("Less", place, new))
         return s("GatherND", padded[name], s.unsqueeze(s("Where", brought, place, tokens), 2), batch_dims=1)
 
@@ -70,7 +70,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _closed(s: Scope, run: str, held: str, ends: str, softmax: str, out: tuple[str, ...] = ()) -> tuple[str, str]:
-    """Both states as they go on; `ends` and `softmax` [B, 1 or H, 1, 1]."""
+    """Both states for the next chunk; `ends` and `softmax` [B, 1 or H, 1, 1]."""
     both = s("Where", s("Greater", softmax, 0.5), held, run)
     names = out or (s.fresh("run"), s.fresh("held"))
     return s("Where", ends, both, run, out=names[0]), s("Where", ends, both, held, out=names[1])

@@ -1,4 +1,4 @@
-"""The definition of still::RoutedAttention: linear attention from one end of a chunk to the next."""
+"""Definition of still::RoutedAttention: linear attention from one chunk end to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from still_kernels.torch_ops import traced_op
 
 
 class RoutedState(NamedTuple):
-    """Of sequences: the rule's state and the one before the open chunk, [B, H, D, V], in at least float32."""
+    """The rule's state and the state before the open chunk, [B, H, D, V], in at least float32."""
 
     routed_state: Tensor
     chunk_state: Tensor
@@ -25,12 +25,12 @@ class RoutedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64. Keys are of unit length.
+    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64. Keys have unit length.
 
-    decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H].
+    decay: Logarithm of the state's decay at each token, at most 0, [B, T, H].
     beta: Step size, [B, T, H].
-    softmax: Whether the chunk goes to softmax, read at chunks' last tokens, int [B, T, R].
-    keep_decay: A chunk that is taken back leaves its decay.
+    softmax: Whether the chunk is routed to softmax, read at chunks' last tokens, int [B, T, R].
+    keep_decay: A reverted chunk leaves its decay.
     """
 
     query: Tensor
@@ -53,7 +53,7 @@ class Inputs:
 
 @traced_op(ROUTED_ATTENTION, Inputs, RoutedState)
 def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, RoutedState]:
-    """The rule of `chunked_linear_attention`, whose chunks are taken back where they go to softmax; any split gives the same.
+    """The rule of `chunked_linear_attention`, with chunks reverted if they are routed to softmax. Any split gives the same result.
 
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.

@@ -1,4 +1,4 @@
-"""still::RoutedAttention: the gated delta rule over chunks of which some are taken back, for softmax attention to read."""
+"""still::RoutedAttention: the gated delta rule over chunks, some of which are reverted because softmax attention reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROUTED_CHUNK = 64
 _KEYS, _STATE = ("B", "T", "H", "D"), ("B", "H", "D", "V")
 
 ROUTED_ATTENTION = OpSpec(
-    # R routes, each of H / R neighbouring heads. What a chunk goes to is known at its last token: where `softmax` is 1 there, the rule's
-    # state becomes what it was before the chunk, decayed over it with `keep_decay`; inside the chunk the rule runs in any case. Scale
+    # R routes, each of H / R neighbouring heads. A chunk's route is known at its last token: if `softmax` is 1 there, the rule's
+    # state returns to its value before the chunk, decayed over it with `keep_decay`. Inside the chunk the rule always runs. Scale is
     # 1 / sqrt(D).
     name="RoutedAttention",
     torch_name="routed_attention",
@@ -25,7 +25,7 @@ ROUTED_ATTENTION = OpSpec(
         TensorSpec("softmax", ("B", "T", "R"), "int32", "activation"),
         *COUNTS,
     ),
-    # In place: what is written of either matrix comes after all reads of both.
+    # In place: writes to either matrix come after all reads of both.
     states=(
         StateSpec("routed_state", _STATE, "float32"),
         StateSpec("chunk_state", _STATE, "float32"),  # before the open chunk

@@ -1,1 +1,1 @@
-"""Which blocks of the past each token reads: definition."""
+"""The past blocks that each token reads: definition and kernels."""

@@ -1,4 +1,4 @@
-"""Function body of still::SelectBlocks: sums of keys, their windows as means, scores, the largest; in float32."""
+"""Function body of still::SelectBlocks: sums of keys, means of windows, scores, the largest ones; in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_kernels.attention.body import MASKED
 from still_kernels.select_blocks.spec import SELECT_BLOCKS, fault_of
 
 MOST, ALWAYS = 1e37, 3e38
-"""Where scores end, and that of blocks which are chosen always."""
+"""Largest score, and the score of blocks that are always chosen."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -36,7 +36,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     grouped = b.reshape(b("Transpose", scaled, perm=[0, 2, 1, 3]), 0, heads, -1, dim)  # [B, HK, G * T, D]
 
     def logits(step: int, width: int) -> tuple[str, str]:
-        """Of the means of `width` keys at every `step`-th one [B, HK, G, T, J], and whether each is complete [B, 1, 1, T, J]."""
+        """Logits of the means of `width` keys at every `step`-th one [B, HK, G, T, J], and whether each is complete [B, 1, 1, T, J]."""
         keys = _means(b, sums, step // stride, width // stride, width, heads, dim)
         found = b("MatMul", grouped, b("Transpose", keys, perm=[0, 1, 3, 2]))
         count = b.dim(keys, 2)
@@ -47,10 +47,10 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     coarse, known = logits(int(a["lse_stride"]), int(a["lse_length"]))
     total = b("ReduceLogSumExp", b("Where", known, coarse, MASKED), [4], keepdims=1)
     fine, known = logits(stride, kernel)
-    # Before the first coarse mean every block is read, whatever the scores.
+    # Before the first coarse mean is complete, every block is read.
     share = b("Exp", b("Min", b("Sub", fine, total), 80.0))
     shares = b("Clip", b("ReduceSum", b("Where", known, share, 0.0), [2], keepdims=0), 0.0, MOST)  # [B, HK, T, F]
-    # The largest of those windows that share a key with a block.
+    # The largest over the windows that share a key with a block.
     shared, per = kernel // stride, block // stride
     count = b("Div", b("Add", b.dim(sums, 2), per - 1), per)  # blocks, [1]
     missing = b("Sub", b("Mul", count, per), b.dim(sums, 2))
@@ -79,17 +79,17 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _sums(b: Scope, key: str, past: str, new: str, tokens: str, stride: int, dims: Mapping[str, int]) -> str:
-    """Take in `key`, float32: write `present_key_sum`; of it what is filled by any sequence, [B, HK, F, D]."""
+    """Add `key`, float32, to the sums: write `present_key_sum` and return the rows filled by any sequence, [B, HK, F, D]."""
     heads, dim = dims["HK"], dims["D"]
     batch, end = b.dim("past_length", 0), b("Add", past, new)
-    count = b("Div", b("Add", tokens, 2 * stride - 2), stride)  # rows that T tokens may touch, [1]
-    # Rows behind the last one repeat it.
+    count = b("Div", b("Add", tokens, 2 * stride - 2), stride)  # most rows that T tokens touch, [1]
+    # Rows after the last one repeat it.
     last = b("Div", b("Sub", end, 1), stride)
     row = b("Max", b("Min", b("Add", b("Div", past, stride), b.arange(count)), last), 0)  # [B, R]
     place = b("Sub", b("Add", b("Mul", b.unsqueeze(row, 2), stride), b.arange(stride)), b.unsqueeze(past, 2))
     brings = b("And", b("GreaterOrEqual", place, 0), b("Less", place, b.unsqueeze(new, 2)))  # [B, R, stride]
     index = b.reshape(b("Where", brings, place, 0), 0, -1, 1)
-    # A call of no tokens has one to gather, which enters nothing.
+    # A call without tokens gathers an empty one.
     padded = b("Pad", key, [0, 0, 0, 0, 0, 1, 0, 0], 0.0)
     taken = b("Reshape", b("GatherND", padded, index, batch_dims=1), b.shape(0, -1, stride, heads, dim))
     fresh = b("Where", b.unsqueeze(brings, 3, 4), taken, 0.0)
@@ -106,7 +106,8 @@ def _sums(b: Scope, key: str, past: str, new: str, tokens: str, stride: int, dim
 
 
 def _means(b: Scope, sums: str, step: int, width: int, keys: int, heads: int, dim: int) -> str:
-    """Of `width` rows at every `step`-th one, [B, HK, J, D] of sums [B, HK, F, D], `keys` keys each; zeros follow the last row."""
+    """Means of `width` rows at every `step`-th one, [B, HK, J, D], from sums [B, HK, F, D] of `keys` keys each; zeros follow the last
+    row."""
     rows = b.dim(sums, 2)
     count = b("Div", b("Add", rows, step - 1), step)
     parts = width // step

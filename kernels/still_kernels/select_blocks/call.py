@@ -1,4 +1,4 @@
-"""Calls of still::SelectBlocks: the form for a device, and the launch of the Triton kernels."""
+"""Calls of still::SelectBlocks: choice of implementation, and launch of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _prepared = launcher.kept(KERNELS)
 
 
 def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: TileTable | None = None) -> None:
-    """Run the kernels on `sums` [B, HK, N, D], in place, into `blocks` int32 [B, T, HK, slots]. Nothing is read back to the host.
+    """Run the kernels on `sums` [B, HK, N, D], in place, and write `blocks` int32 [B, T, HK, slots]. Nothing is read back to the host.
 
     Args:
         inputs: Contiguous.
@@ -36,7 +36,7 @@ def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: Ti
 
 @traced_op(SELECT_BLOCKS, Inputs)
 def select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `naive_select_blocks`; on CUDA by the Triton kernels, where they cover the call; one node where a program is traced."""
+    """Like `naive_select_blocks`. The Triton kernels run on CUDA if they cover the call. A traced program has one node."""
     if not has_kernels(inputs.query.device):
         return naive_select_blocks(inputs, state)
     inputs.check(state)

@@ -1,10 +1,10 @@
-"""Which blocks each token reads. Nothing is sorted, and no size on the host depends on what is filled.
+"""Blocks that each token reads. Nothing is sorted, and host-side sizes do not depend on the filled length.
 
-A few tokens: their products with all sums of keys, which are read once, are kept, and with them parts of the normalizer over coarse means;
-weights of fine means follow from sums of products. Prompts: the means are kept, then the normalizer and the weights are products of their
-own. From weights the best of each block; of those the list, by a number that as many scores reach as are wanted.
+Few tokens: all sums of keys are read once, and their products with the tokens are stored together with parts of the normalizer over coarse
+means. Weights of fine means follow from sums of products. Prompts: the means are stored, then normalizer and weights are separate products.
+Weights give each block's best score. A threshold that the required number of scores reach gives the list.
 
-Where queries have 16 bits, means of 32 enter matrix instructions as parts of 16, whose sum they are to 22 bits and more.
+With 16-bit queries, float32 means enter matrix instructions as sums of 16-bit parts, accurate to at least 22 bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from still_kernels.common.triton_shared import LOG2E, prefetch, row_of, wait_for_ahead
 
-MOST = tl.constexpr(1e37)  # where scores end
+MOST = tl.constexpr(1e37)  # largest score
 CEILING = tl.constexpr(80.0 * 1.4426950408889634)  # of a weight's exponent, in log2 units
 
 

@@ -1,4 +1,4 @@
-"""The definition of still::SelectBlocks: every mean of keys, every block's score, sorted; some tokens at a time."""
+"""Definition of still::SelectBlocks: every mean of keys, every block's score, sorted; in blocks of tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS, Choice, fault_of
 from still_kernels.sizes import sizes_of_call
 
 TOKENS = 256
-"""Queries whose scores are held at once."""
+"""Queries whose scores are in memory at once."""
 NEVER, LARGEST = -1e30, 80.0
-"""A logit that does not count, and the largest exponent."""
+"""A masked logit, and the largest exponent."""
 LEAST, MOST = 1e-37, 1e37
-"""Scores end here, below that of blocks which are chosen always; their logarithms begin there."""
+"""Range of scores, below that of blocks that are always chosen; logarithms start at the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Inputs(Choice):
     past_length: Tensor
 
     def check(self, state: Tensor) -> None:
-        """Raise ShapeError naming the tensor or attribute that does not fit."""
+        """Raise ShapeError for a tensor or attribute that does not fit."""
         sizes = sizes_of_call(SELECT_BLOCKS, self, key_sum=state)
         if sizes["H"] % sizes["HK"]:
             raise ShapeError(f"query has {sizes['H']} heads, which is no multiple of the {sizes['HK']} of key.")
@@ -47,17 +47,17 @@ class Inputs(Choice):
 
 
 Watch = Callable[[Tensor], Tensor | None]
-"""Told how far each block of each head is from being chosen or not, [B, T, 1, blocks * HK], head after head of each block: the logarithm of
-its score less what is between the least that is chosen and the best that is not; infinite where scores decide nothing. Gives blocks to
-read in the place of these, [B, T, n], numbered so; -1: none."""
+"""Receives each block's distance from the boundary of the choice, [B, T, 1, blocks * HK], the heads of a block together. The distance is
+the logarithm of its score minus the midpoint between the weakest chosen and the best rejected one; infinite if scores do not decide.
+Returns blocks to read instead, [B, T, n], with the same numbering; -1: none."""
 
 
 def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [B, T, HK, slots], ascending, -1 behind them and at padding; and the sums of keys after the call.
+    """Blocks int32 [B, T, HK, slots], ascending, -1 after them and at padding; and the sums of keys after the call.
 
     Args:
-        watch: Told of the choices, which it may replace.
-        state: Sums of the keys so far, [B, HK, N, D], float32, float64 for float64 activations; a row for each `stride` tokens.
+        watch: Receives the choices and may replace them.
+        state: Sums of the earlier keys, [B, HK, N, D], float32, float64 for float64 activations; a row for each `stride` tokens.
     """
     inputs.check(state)
     batch, tokens, _, _ = inputs.query.shape
@@ -72,7 +72,7 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
         places = torch.arange(past, past + new, device=state.device)
         own = present[row]
         own[:, -(-past // inputs.mean_stride) : -(-(past + new) // inputs.mean_stride)] = (
-            0  # what is not filled is not read
+            0  # unfilled rows are not read
         )
         own.index_add_(1, places // inputs.mean_stride, inputs.key[row, :new].transpose(0, 1).to(state.dtype))
         sums = own[:, : -(-(past + new) // inputs.mean_stride)]
@@ -89,7 +89,7 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
 
 
 def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Like `Watch`, [HK, T, blocks], of scores and what is chosen by them [HK, T, slots or fewer]."""
+    """Margins for `Watch`, [HK, T, blocks], from scores and the choice [HK, T, slots or fewer]."""
     count = scores.shape[-1]
     places = torch.where(chosen < 0, count, chosen).long()
     taken = torch.zeros(*scores.shape[:-1], count + 1, dtype=torch.bool, device=scores.device)
@@ -106,7 +106,7 @@ def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _replaced(blocks: Tensor, told: Tensor, most: int) -> Tensor:
-    """`blocks` [B, T, HK, slots] with those of tokens that are told others, of at most `most` blocks."""
+    """`blocks` [B, T, HK, slots] with at most `most` replaced blocks for tokens in `told`."""
     heads, slots = blocks.shape[2:]
     end = most * heads
     places = torch.where((told < 0) | (told >= end), end, told)
@@ -118,15 +118,17 @@ def _replaced(blocks: Tensor, told: Tensor, most: int) -> Tensor:
 
 
 def means(sums: Tensor, stride: int, kernel: int, row: int) -> Tensor:
-    """Means of `kernel` keys at every `stride`-th one, [HK, J, D], of sums of `row` keys [HK, N, D]; the last ones lack keys."""
+    """Means of `kernel` keys at every `stride`-th one, [HK, J, D], from sums of `row` keys [HK, N, D]; the last ones are incomplete."""
     width, step = kernel // row, stride // row
     padded = torch.nn.functional.pad(sums, (0, 0, 0, width - 1 + step))
     return padded.unfold(1, width, step).sum(-1)[:, : -(-sums.shape[1] // step)] / kernel
 
 
 def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D], which read all of them where `dense` [T]; and
-    what they were chosen by [HK, T, blocks], infinite where always, below 0 where never."""
+    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D], and the compared scores [HK, T, blocks].
+
+    Tokens with `dense` [T] read all blocks. Scores are infinite for blocks always chosen, negative for those never chosen.
+    """
 
     def logits(stride: int, kernel: int) -> Tensor:
         keys = means(sums, stride, kernel, inputs.mean_stride)
@@ -136,7 +138,7 @@ def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor, dense: 
 
     total = logits(inputs.lse_stride, inputs.lse_length).logsumexp(-1, keepdim=True)  # [HK, G, T, 1]
     fine = logits(inputs.mean_stride, inputs.mean_length)
-    # Before the first coarse mean every block is read, whatever the scores.
+    # Before the first coarse mean is complete, every block is read.
     shares = torch.where(fine > NEVER, (fine - total).clamp_max(LARGEST).exp(), 0.0).sum(1).clamp_max(MOST)
     shared, per = inputs.mean_length // inputs.mean_stride, inputs.block_size // inputs.mean_stride
     count = int(places[-1]) // inputs.block_size + 1

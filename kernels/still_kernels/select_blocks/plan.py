@@ -1,4 +1,4 @@
-"""Kernels of still::SelectBlocks: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::SelectBlocks: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS, Choice
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
 FEW_PROGRAMS = 264
-"""That fill the chip: two on each multiprocessor of an H200."""
+"""Number of programs that fills the chip: two on each multiprocessor of an H200."""
 SPAN_TOKENS = 2048
-"""Whose scores are kept at once: 67 MB beside 65,536 tokens of two key/value heads."""
+"""Tokens whose scores are stored at once: 67 MB at 65,536 tokens with two key/value heads."""
 
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
-    """The table of one variant on an architecture (90 for sm_90); group: query heads of a key/value head, wide: float32 activations."""
+    """The table of a variant on an architecture (90 for sm_90); group: query heads of a key/value head, wide: float32 activations."""
     dependent = arch >= 90
     pdl = {"PDL": int(dependent)}
     means = 32 if pow2(head_dim) * (2 if wide else 1) > 128 else 64
-    # H100, a prompt of 65,536 tokens of MiniCPM-SALA's layer: 128 rows and 8 warps 20.5 ms, 64 and 4 28.7 ms.
-    # Two stages leave room for two programs on a multiprocessor: what one exponentiates hides behind the other's products.
+    # H100, a prompt of 65,536 tokens of MiniCPM-SALA's layer: 128 rows with 8 warps take 20.5 ms, 64 with 4 take 28.7 ms.
+    # Two stages leave room for two programs on a multiprocessor: one's exponentials overlap the other's products.
     small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
     rows, warps = (64, 4) if wide or (small and head_dim > 128) else (128, 8)
     stages = 1 if small else 2
@@ -46,7 +46,7 @@ def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
         "normalize": KernelTile({"BM": rows, "BJ": means, "STAGES": stages}, warps, stages),
         "score": KernelTile({"BM": rows, "BJ": means, "BS": 32, "STAGES": stages, "KEPT": 0, "PDL": 0}, warps, stages),
         "choose": KernelTile({"BC": 1024, "PDL": 0}, 4, 1),
-        # Of parts of the normalizer BS at most: each program loads them side by side.
+        # At most BS parts of the normalizer: each program loads them at once.
         "score_few": KernelTile(
             {"BM": few, "BJ": 128, "BS": 128, "STAGES": 1, "KEPT": 1, **pdl}, 4, 1, None, dependent
         ),
@@ -56,12 +56,12 @@ def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
 
 
 FEW = "T <= 8"
-"""So few tokens that the sums, not the GEMMs, are what a call waits for."""
+"""So few tokens that reading the sums dominates, not the GEMMs."""
 SCORED = "top_blocks > init_blocks + local_blocks + 1"
 
 
 def _steps(few: str, first: str, count: str) -> tuple[Launch, ...]:
-    """Scores and choices of `count` tokens from `first` on."""
+    """Steps that compute scores and choices of `count` tokens from `first`."""
     own = {"first": first, "chunk": "span"}
     tiles = f"HK * ceil_div({count}, {'few' if few else 'many'}_tokens)"
     grid = (f"parts if {SCORED} else 0", tiles, "B")
@@ -82,16 +82,16 @@ PLAN = Plan(
         "count_dtype": "count_dtype",
     },
     constants=(
-        "few_tokens",  # of one program of a step
-        "many_tokens",  # of a prompt
-        "few_programs",  # that fill the chip
-        "few_parts",  # of a normalizer
+        "few_tokens",  # tokens of a step's program
+        "many_tokens",  # tokens of a prompt's program
+        "few_programs",  # number that fills the chip
+        "few_parts",  # parts of a normalizer
         "many_parts",
-        "mean_parts",  # numbers of which one mean is the sum
+        "mean_parts",  # numbers whose sum is one mean
         "mean_rows",  # sums of a program
         "few_rows",  # queries of a program
         "many_rows",
-        "span_tokens",  # of a prompt that workspace is for
+        "span_tokens",  # tokens of a prompt that workspace is sized for
     ),
     checks=(
         Check("HK > 0 and H % max(HK, 1) == 0", "query has H={H} heads, which is no multiple of HK={HK} of key."),
@@ -104,7 +104,7 @@ PLAN = Plan(
         # Programs that share the means of one tile of tokens.
         "splits": "max(1, min(ceil_div(N, 64), fill))",
         "parts": f"min(splits, few_parts if {FEW} else many_parts)",
-        # Kept means, fine and coarse, and room behind them: up to 128 are read at a time, whatever there is.
+        # Stored means, fine and coarse, with room after them: up to 128 are read at a time.
         "NM": "ceil_div(N, 128) * 128",
         "NC": "ceil_div(N * mean_stride, 128 * lse_stride) * 128",
         "NB": "ceil_div(ceil_div(N * mean_stride, block_size), 4) * 4",
@@ -144,14 +144,14 @@ PLAN = Plan(
 
 
 PARTS = {"float32": 1, "float16": 2, "bfloat16": 3}
-"""Numbers of the activations' type that a mean in float32 is the sum of, to 22 bits at least."""
+"""Numbers of the activations' type whose sum is a float32 mean, to at least 22 bits."""
 
 
 @dataclass(frozen=True)
 class Variant(Choice):
-    """What a set of kernels is compiled for; everything else is a run-time argument.
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument.
 
-    group: Query heads of a key/value head, filled up to a power of two.
+    group: Query heads of a key/value head, rounded up to a power of two.
     """
 
     dtype: str = "bfloat16"
@@ -164,11 +164,11 @@ class Variant(Choice):
 
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
-    """What a variant is on an architecture, or with other block sizes."""
+    """The `Build` of a variant on an architecture, optionally with other block sizes."""
     v = variant
     table = tile_table(arch, v.head_dim, v.group, v.dtype == "float32") if table is None else table
     few, many = (table.tiles[name].constants for name in ("score_few", "score"))
-    # Coarse means that lie in the sums of one tile.
+    # Coarse means within the sums of one tile.
     means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (
         v.lse_stride // v.mean_stride
     ) + 1

@@ -1,4 +1,4 @@
-"""still::SelectBlocks: which blocks of the past each token reads, by its queries and by means of keys."""
+"""still::SelectBlocks: the past blocks that each token reads, chosen by its queries and means of keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from still_graphs.spec import AttributeSpec, AttributeValue, Growth, OpSpec, Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The op's attributes; `block_slots` (see `slots_of`)."""
+    """The op's attributes; `block_slots`: see `slots_of`."""
 
     block_size: int = 64
     mean_stride: int = 16
@@ -30,11 +30,11 @@ SELECT_BLOCKS = OpSpec(
     #   k1_j = mean of the keys at mean_stride j .. mean_stride j + mean_length - 1, where the last of them is at most p; k2_i with
     #          lse_stride and lse_length
     #   a_j  = sum over the heads of exp(q k1_j / sqrt(D) - log sum over i of exp(q k2_i / sqrt(D)))
-    #   score of block b = the largest a_j of those k1_j that share a key with it, 0 where none does
-    # The first `init_blocks`, the token's own block and the `local_blocks` before it are chosen always, then those of the largest scores,
-    # `top_blocks` together, of equal ones the lower index. A token with fewer than `dense_length` tokens up to itself reads all blocks;
-    # with `switch_by_call`, one of a call that ends before so many, as the published code has it: then a prompt must be one call.
-    # Both k1 and k2 follow from sums of `mean_stride` keys, which is all that is kept.
+    #   score of block b = the largest a_j of those k1_j that share a key with it, 0 if none does
+    # The first `init_blocks`, the token's own block and the `local_blocks` before it are always chosen. Blocks of the largest scores fill
+    # up to `top_blocks`, the lower index first if equal. A token with fewer than `dense_length` tokens up to itself reads all blocks.
+    # With `switch_by_call`, as in the published code, the length at the end of the call counts; a prompt must then be one call.
+    # k1 and k2 follow from sums of `mean_stride` keys, the only state.
     name="SelectBlocks",
     torch_name="select_blocks",
     inputs=(
@@ -43,21 +43,21 @@ SELECT_BLOCKS = OpSpec(
         TensorSpec("new_tokens", ("B",), "int64", "count"),
         TensorSpec("past_length", ("B",), "int64", "count"),
     ),
-    # In place: rows are gathered before they are written, and what is written is read from the writer's output.
+    # In place: rows are gathered before they are written; written values are read from the writer's output.
     states=(StateSpec("key_sum", ("B", "HK", "N", "D"), "float32", Growth("key_sums", 2, per="mean_stride")),),
-    # Ascending; -1 behind them, and at padding.
+    # Ascending; -1 after them, and at padding.
     outputs=(TensorSpec("blocks", ("B", "T", "HK", "block_slots"), "int32", "activation"),),
     attributes=tuple(AttributeSpec(name, value) for name, value in vars(Choice()).items()),
 )
 
 
 def slots_of(top: int, dense_length: int, block: int) -> int:
-    """Blocks that a token may have at most."""
+    """Most blocks of a token."""
     return max(top, -(-(dense_length - 1) // block))
 
 
 def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
-    """What is wrong with the attributes of a node, by their names; None where nothing is."""
+    """The fault of a node's attributes, with their names; None: no fault."""
     a = {name: int(value) for name, value in given.items()}
     sizes = ("mean_stride", "block_size", "mean_length", "lse_stride", "lse_length")
     for name, low in (

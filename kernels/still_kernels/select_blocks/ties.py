@@ -1,4 +1,4 @@
-"""Did a runtime read other blocks than PyTorch, which then followed it, and was it a near tie? Without torch."""
+"""Compares a runtime's choice of blocks with PyTorch's, which follows it, and finds near ties. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from still_kernels.ties import Leads, Look, Scores
 
 ENDLESS, EQUAL = 1e30, 1e-30
-"""Margin of a block that is read, or not, whatever the scores; and at most that of one whose score equals another's, as those of blocks
-that share a mean do in every runtime."""
+"""Margin of a block whose choice does not depend on scores; and largest margin of equal scores, such as those of blocks that share a
+mean."""
 
 
 class BlockTies(RoutingTies):
-    """The blocks of each token and key/value head, [B, N * HK], as experts are those of a token; margins are logarithms of scores. A choice
-    of more or fewer blocks is no near tie."""
+    """The blocks of each token and key/value head, [B, N * HK], as `RoutingTies` has experts of a token. Margins are logarithms of scores.
+    A choice of more or fewer blocks is not a near tie."""
 
     watched = SELECT_BLOCKS.name
 
@@ -27,7 +27,7 @@ class BlockTies(RoutingTies):
         self.heads = heads
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """Margins [B, N, 2, blocks * HK]; the later calls have more blocks."""
+        """Margins [B, N, 2, blocks * HK]; later calls have more blocks."""
         names = {name for _, outputs in looks for name in outputs if name.startswith(f"present_{MARGINS}.")}
         most = max((outputs[name].shape[-1] for _, outputs in looks for name in names & outputs.keys()), default=0)
         return super().scores(
@@ -50,13 +50,13 @@ class BlockTies(RoutingTies):
         return super().closest(_finite(self._apart(scores)), counts * self.heads)
 
     def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Of the blocks that are chosen by their scores alone."""
+        """Root mean square of errors, of blocks chosen by their scores only."""
         count = np.maximum(known.sum(-1, keepdims=True), 1)
         spread = np.where(known, error - error.sum(-1, keepdims=True) / count, 0)
         return np.sqrt(np.square(spread).sum(-1) / count[..., 0])
 
     def _apart(self, scores: Scores) -> Scores:
-        """Heads one after the other as tokens are, [B, N * HK, 2, blocks]."""
+        """Scores with heads as separate tokens, [B, N * HK, 2, blocks]."""
         found = {}
         for key, x in scores.items():
             heads = x.reshape(*x.shape[:3], -1, self.heads).transpose(0, 1, 4, 2, 3)
@@ -69,12 +69,12 @@ def _finite(scores: Scores) -> Scores:
 
 
 def _padded(margins: np.ndarray, size: int) -> np.ndarray:
-    """With blocks that are not there yet, which nobody reads."""
+    """Margins padded with blocks that do not exist yet, which nothing reads."""
     missing = size - margins.shape[-1]
     more = np.broadcast_to(np.array([[-np.inf], [0.0]]), (*margins.shape[:2], 2, missing))
     return np.concatenate([margins, more.astype(margins.dtype)], axis=-1)
 
 
 def ties_of(manifest: Mapping[str, Any]) -> BlockTies | None:
-    """The ties of a package; None where its layers have experts as well: one kind of choices of a layer is followed."""
+    """The ties of a package; None if its layers also have experts, because only one kind of choices per layer is followed."""
     return None if ROUTE.name in manifest["ops"] else BlockTies(manifest["model"]["kv_heads"])

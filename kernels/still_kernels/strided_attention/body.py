@@ -23,7 +23,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     past, new = checked_counts(b, tokens)  # [B, 1]
     end, batch = b("Add", past, new), b.dim("past_length", 0)
 
-    # Rows that T tokens may touch, those behind the last one repeat it; a row without tokens writes what it holds.
+    # Rows that T tokens may touch; those after the last one repeat it. A row without new tokens rewrites its value.
     touched = b("Div", b("Add", tokens, 2 * size - 2), size)
     last = b("Div", b("Sub", end, 1), size)
     row = b("Max", b("Min", b("Add", b("Div", past, size), b.arange(touched)), last), 0)  # [B, R]
@@ -37,9 +37,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     rows, own = {}, {}
     for name in ("key", "value"):
         given = b.wide(name, dtype)
-        # A call of no tokens has one to gather, which enters nothing.
+        # A call without tokens gathers an empty one.
         fresh = b("GatherND", b("Pad", given, [0, 0, 0, 0, 0, 1, 0, 0], 0.0), source, batch_dims=1)  # [B, R, HK, D]
-        # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
+        # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         chosen = b("Where", brings, fresh, b.wide(b("GatherND", f"past_{name}", index), dtype))
         chosen = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, chosen, out=f"present_{name}")

@@ -1,4 +1,4 @@
-"""The definition of still::StridedAttention, one sequence and some of its tokens at a time."""
+"""Definition of still::StridedAttention, for one sequence and a block of its tokens at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 class Inputs(AttentionInputs):
     """Inputs of attention, and:
 
-    row_tokens: Of a chunk, which has one row of the state.
+    row_tokens: Tokens of a chunk, which has one row of the state.
     """
 
     row_tokens: int = 16
@@ -31,10 +31,10 @@ class Inputs(AttentionInputs):
 
 @op_of_keys(STRIDED_ATTENTION, Inputs)
 def strided_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Output [B, T, H, D], dtype of query, 0 at padding; and the state after the call. Any split of a sequence gives the same.
+    """Output [B, T, H, D], dtype of query, 0 at padding; and the state after the call. Any split of a sequence gives the same result.
 
     Args:
-        state: What the sequences have seen, a row for each chunk.
+        state: State before the call, a row for each chunk.
         in_place: Write into `state`'s keys and values, and return them.
     """
     _, tokens = inputs.check()
@@ -61,7 +61,7 @@ def strided_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
 
 
 def _attend(inputs: Inputs, row: int, part: slice, past: int, keys: Tensor, values: Tensor) -> Tensor:
-    """Output [T, H, D] of some tokens of a sequence; keys and values [HK, rows, D] in at least float32."""
+    """Output [T, H, D] for a block of a sequence's tokens; keys and values [HK, rows, D] in at least float32."""
     wide, kept = keys.dtype, keys.shape[0]
     query = inputs.query[row, part].to(wide).unflatten(1, (kept, -1)).permute(1, 2, 0, 3)  # [HK, G, T, D]
     own_key, own_value = (x[row, part].to(wide).transpose(0, 1)[:, None] for x in (inputs.key, inputs.value))

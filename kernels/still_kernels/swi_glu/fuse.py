@@ -1,10 +1,10 @@
-"""Fuse what lies between both products of a feed-forward layer: still::SwiGlu.
+"""Fuse the ops between both products of a feed-forward layer: still::SwiGlu.
 
-TensorRT 8.6 splits the halves and gates in three launches a layer, and tries kernels for them over all rows and tokens; where products are
-not of low bits fuse_linear_layers fuses them, too. ONNX Runtime's CUDA provider has three launches.
+TensorRT 8.6 splits the halves and gates in three launches per layer, and tries kernels for them over all rows and tokens.
+fuse_linear_layers fuses them with products that are not low-bit. ONNX Runtime's CUDA provider also has three launches.
 
 requires: merged products of gate and up (merge_projections); for fuse_gates those of fuse_linear_layers.
-ensures: no silu(gate) * up of the halves of a product, of a low-bit one for fuse_gates, is left, float16 or bfloat16 [B, T, I].
+ensures: no silu(gate) * up of the halves of a product (low-bit for fuse_gates) is left, float16 or bfloat16 [B, T, I].
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def gated(whole: Pattern) -> tuple[Op, Op]:
 
 
 def halved(split: ir.Node) -> bool:
-    """Whether a Split makes halves of one known size."""
+    """Whether a Split makes halves of a known size."""
     first, second = map(width, split.outputs)
     return first == second > 0
 
 
 def has_codes(node: ir.Node) -> bool:
-    """Whether a node of ours is a product with a low-bit weight."""
+    """Whether a node is a still product with a low-bit weight."""
     held = node.inputs[CODES] if node.op_type == DENSE_MATMUL.name and len(node.inputs) > CODES else None
     return node.domain == DOMAIN and (node.op_type == MATMUL_NBITS.name or held is not None)
 
 
 def is_low_bit(value: ir.Value | None) -> bool:
-    """Whether a value is a low-bit product, to which others, an adapter's, may be added."""
+    """Whether a value is a low-bit product, possibly plus others, such as an adapter's."""
     node = value.producer() if value is not None else None
     while node is not None and node.domain == DOMAIN and node.op_type == DENSE_MATMUL.name and not has_codes(node):
         residual = node.inputs[RESIDUAL] if len(node.inputs) > RESIDUAL else None

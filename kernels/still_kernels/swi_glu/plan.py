@@ -1,4 +1,4 @@
-"""still::SwiGlu: the gate of a feed-forward layer, one half of its numbers by its sigmoid and by the other half."""
+"""still::SwiGlu: the gate of a feed-forward layer, silu of one half of its numbers times the other half."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def naive_swi_glu(inputs: Inputs, wide: dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant(StatelessVariant):
-    """aligned: Whether a half is a multiple of 8, which may be read and stored at once."""
+    """aligned: Whether a half is a multiple of 8, for 16-byte accesses."""
 
     aligned: int = 1
 
 
 TILES = TileTable({"swi_glu": KernelTile({"BC": 1024}, 4)})
-"""One for every variant and architecture, as time is that of a launch, or of reading memory. A program has 16 bytes of each half a
-thread: SmolLM2's 1,536 numbers in two programs, Llama-3.1-8B's 14,336 in fourteen."""
+"""One for every variant and architecture, since a launch or memory bandwidth dominates. A program has 16 bytes of each half per thread:
+SmolLM2's 1,536 numbers in two programs, Llama-3.1-8B's 14,336 in fourteen."""
 
 OP = stateless_op(
     PLAN,

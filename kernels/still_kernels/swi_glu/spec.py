@@ -1,4 +1,4 @@
-"""still::SwiGlu: the gate of a feed-forward layer, for runtimes that compile and launch what lies between two products apart."""
+"""still::SwiGlu: the gate of a feed-forward layer, for runtimes that compile and launch the ops between two products separately."""
 
 from __future__ import annotations
 

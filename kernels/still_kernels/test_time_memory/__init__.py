@@ -1,1 +1,1 @@
-"""A SwiGLU network whose weights are trained on the tokens that pass, a chunk at a time (LaCT): definition."""
+"""A SwiGLU network trained at run time, a chunk at a time (LaCT): definition."""

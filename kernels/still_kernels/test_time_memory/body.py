@@ -1,4 +1,4 @@
-"""Function body of still::TestTimeMemory: a Scan over chunks, whose steps are taken where one ends."""
+"""Function body of still::TestTimeMemory: a Scan over pieces of chunks, which updates weights where a chunk ends."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     *states, results = b.multi(
         "Scan", *(f"past_{name}" for name in STATES), *fed.values(), out=5, body=body, num_scan_inputs=len(fed)
     )
-    # What is written of the states comes behind all that is read of them.
+    # Writes to the states come after all reads of them.
     brought = b("Greater", new, 0)
     for name, found in zip(STATES, states, strict=True):
         asked = brought if name == "momentum_sum" else b.unsqueeze(brought, 2, 3, 4)
         b("Where", asked, found, f"past_{name}", out=f"present_{name}")
-    # Each token where its piece and slot are.
+    # Each token's piece and slot.
     by_slot = b.reshape(results, 0, 0, heads, -1, queries, dim)
     by_slot = b("Transpose", by_slot, perm=[1, 0, 3, 2, 4, 5])  # [B, pieces, S, H, G, D]
     token = b.arange(tokens)
@@ -91,7 +91,7 @@ def _piece(
     norms: str,
     fixed: tuple[int, str, int, int],
 ) -> tuple[list[str], str]:
-    """The states behind a piece of one chunk, and what is read [B, H, S * G, D]."""
+    """The states after a piece of one chunk, and its outputs [B, H, S * G, D]."""
     chunk, kind, hidden, dim = fixed
     weights = c("Add", "initial", past["memory_step"])
     at = {name: c("Gather", weights, i, axis=2) for name, i in WEIGHTS}  # [B, H, M, D]
@@ -151,7 +151,7 @@ def _piece(
 
 
 def _norms(s: Scope, x: str) -> str:
-    """Of each number of [.., 3, M, D] the norm of its output row, [.., 3, M, D] but for dimensions of 1 that Concat needs whole."""
+    """Norm of the output row of each number of [.., 3, M, D], [.., 3, M, D] with dimensions of 1 where Concat allows them."""
     axis = -3
     first, second = s("Slice", x, [0], [2], [axis]), s("Slice", x, [2], [3], [axis])
     rows = s("Expand", s("ReduceL2", first, [-1], keepdims=1), s("Shape", first))
@@ -160,7 +160,7 @@ def _norms(s: Scope, x: str) -> str:
 
 
 def _orthogonalized(s: Scope, x: str, hidden: int, dim: int) -> str:
-    """As `orthogonalized` of still_kernels, of [B, H, 3, M, D]."""
+    """Like `orthogonalized` of still_kernels, for [B, H, 3, M, D]."""
     turn = [0, 1, 2, 4, 3]
     x = s("Transpose", x, perm=turn) if hidden < dim else x
     x = s("Div", x, s("Add", s("ReduceL2", x, [-2, -1], keepdims=1), MATRIX_EPSILON))

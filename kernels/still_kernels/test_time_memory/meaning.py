@@ -1,4 +1,4 @@
-"""The definition of still::TestTimeMemory: chunk after chunk, all sequences at once."""
+"""Definition of still::TestTimeMemory: chunk after chunk, all sequences at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from still_kernels.torch_ops import traced_op
 
 
 class MemoryState(NamedTuple):
-    """Of sequences, in at least float32: what the weights are more than the initial ones, their momentum, the open chunk's gradient
-    [B, H, 3, M, D] each, and the sum of its momentum [B, H]."""
+    """In at least float32: difference of the weights from the initial ones, their momentum, the open chunk's gradient, [B, H, 3, M, D]
+    each, and the sum of its momentum [B, H]."""
 
     memory_step: Tensor
     memory_momentum: Tensor
@@ -41,7 +41,7 @@ class Inputs:
     memory_update: str = "muon"
 
     def check(self, state: MemoryState) -> None:
-        """Raise ShapeError where a tensor or an attribute does not fit."""
+        """Raise ShapeError for a tensor or attribute that does not fit."""
         sizes = sizes_of_call(TEST_TIME_MEMORY, self, **state._asdict())
         if self.chunk_size < 1:
             raise ShapeError(f"chunk_size={self.chunk_size}; it must be at least 1.")
@@ -50,7 +50,8 @@ class Inputs:
 
 @traced_op(TEST_TIME_MEMORY, Inputs, MemoryState)
 def read_and_learn(inputs: Inputs, state: MemoryState) -> tuple[Tensor, MemoryState]:
-    """Output [B, T, H, G, D], dtype of query, 0 at padding; and the state after the call. Any split gives the same; it can be derived."""
+    """Output [B, T, H, G, D], dtype of query, 0 at padding; and the state after the call. Any split gives the same result.
+    Differentiable."""
     inputs.check(state)
     wide = torch.promote_types(inputs.query.dtype, torch.float32)
     tokens, chunk = inputs.query.shape[1], inputs.chunk_size
@@ -60,7 +61,7 @@ def read_and_learn(inputs: Inputs, state: MemoryState) -> tuple[Tensor, MemorySt
     step, momentum, gradient, total = (x.to(wide) for x in state)
     output = inputs.query.new_zeros(inputs.query.shape, dtype=wide)
     for piece in range(max(0, (int(offset.max()) + tokens - 1) // chunk + 1) if tokens else 0):
-        # Of each sequence what it brings of one chunk.
+        # Each sequence's new tokens of one chunk.
         start = (piece * chunk - offset).clamp_min(0)
         end = torch.minimum((piece + 1) * chunk - offset, new)
         place = start[:, None] + slots  # [B, S]

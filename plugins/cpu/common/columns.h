@@ -1,4 +1,4 @@
-// Softmax of a block of queries that lie column by column, so that maxima and sums run over whole vectors.
+// Softmax of a block of queries stored by column, so that maxima and sums use whole vectors.
 #pragma once
 
 #include "elements.h"
@@ -7,8 +7,8 @@
 namespace
 {
 
-// The scaled queries of `count` tokens, [dim, columns], `group` rows of each side by side and `apart` numbers from one token to the next;
-// `dense` has room for them as they are. Columns are filled up to `wide` with zeros.
+// The scaled queries of `count` tokens, [dim, columns]. A token has `group` consecutive rows; tokens are `apart` numbers apart.
+// `dense` has room for a row-wise copy. Columns are padded with zeros to `wide`.
 template <typename T>
 inline float const* turned_queries(T const* first, int64_t apart, int count, int group, int dim, int64_t wide, float* dense, float* turned)
 {
@@ -25,7 +25,7 @@ inline float const* turned_queries(T const* first, int64_t apart, int count, int
     return turned;
 }
 
-// Maxima and sums [columns] and weighted values [dim, columns] of nothing; `columns` are whole vectors.
+// Initial maxima and sums [columns] and weighted values [dim, columns]; `columns` fill whole vectors.
 inline void begin_columns(int columns, int dim, float* top, float* total, float* values)
 {
     std::memset(total, 0, sizeof(float) * static_cast<unsigned>(columns));
@@ -34,7 +34,7 @@ inline void begin_columns(int columns, int dim, float* top, float* total, float*
         top[c] = kMinusInfinity;
 }
 
-// Logits [count, columns] become e^(logit - maximum); what was summed so far moves to the new maximum.
+// Logits [count, columns] become e^(logit - maximum); earlier sums are rescaled to the new maximum.
 inline void absorb(float* logits, int count, int columns, int dim, float* top, float* total, float* values)
 {
     for (int c = 0; c < columns; c += kLanes)
@@ -44,7 +44,7 @@ inline void absorb(float* logits, int count, int columns, int dim, float* top, f
         for (int j = 0; j < count; ++j)
             most = larger(most, load(logits + static_cast<int64_t>(j) * columns + c));
         store(top + c, most);
-        // A column that has seen no key yet stays at -inf; its terms are 0.
+        // A column without any key stays at -inf; its terms are 0.
         Vec const pivot = larger(most, spread(-3e38f));
         Vec sum = {};
         for (int j = 0; j < count; ++j)

@@ -1,4 +1,4 @@
-// Numbers as the state and the activations hold them, float or half, and as the arithmetic takes them; the memory of a task. Compiled once
+// Number types of states and activations (float, half, 8 bits), conversions for the arithmetic, and a task's memory. Compiled once
 // per instruction set, like simd.h.
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace
 {
 
-// Hands out the task's room, 64 bytes apart.
+// Allocates from the task's room, 64-byte aligned.
 struct Room
 {
     float* next;
@@ -48,7 +48,7 @@ struct Half
 
 struct Code
 {
-    int8_t value; // times its row's scale
+    int8_t value; // value is this times its row's scale
 };
 
 inline float to_float(float x)
@@ -87,7 +87,7 @@ inline void from_float(float x, Half* out)
 #else
 inline float to_float(Half x)
 {
-    // The exponent moves by 112; denormals are settled by a product with a power of two, infinities and NaN keep theirs.
+    // The exponent changes by 112. A product with a power of two handles denormals; infinities and NaN keep theirs.
     uint32_t const sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
     float value;
     uint32_t bits = rest;
@@ -127,7 +127,7 @@ inline void from_float(float x, Half* out)
 }
 #endif
 
-// `rows` rows of n numbers as floats: the rows themselves, or a copy in `room`. Sets the distance of rows in the result.
+// `rows` rows of n numbers as floats: the rows themselves, or a copy in `room`. Sets the stride of the result.
 inline float const* floats(float const* x, int, int, int64_t stride, float*, int64_t& result_stride)
 {
     result_stride = stride;
@@ -164,10 +164,10 @@ inline void halves(float const* x, int n, Half* out)
         from_float(x[i], out + i);
 }
 
-// A row of n numbers in 8 bits, by the rule of CACHE (graphs/still_graphs/ops/spec.py); with infinity or NaN all of it reads as NaN.
+// A row of n numbers in 8 bits, by the rule of CACHE (graphs/still_graphs/spec.py). With an infinity or NaN the whole row reads as NaN.
 inline void codes(float const* x, int n, Code* out, float* scale)
 {
-    constexpr float steps = 127, round = 12582912; // 1.5 * 2^23: numbers beside it are whole, halves go to the even one
+    constexpr float steps = 127, round = 12582912; // 1.5 * 2^23: floats near it are integers, halves round to even
     float most = 0, poison = 0;
     for (int i = 0; i < n; ++i)
     {
@@ -179,12 +179,12 @@ inline void codes(float const* x, int n, Code* out, float* scale)
     for (int i = 0; i < n; ++i)
     {
         float code = (x[i] / divisor + round) - round;
-        code = code > -steps ? code : -steps; // NaN too
+        code = code > -steps ? code : -steps; // also for NaN
         out[i].value = static_cast<int8_t>(code < steps ? code : steps);
     }
 }
 
-// `count` rows of n numbers of a state from row `row` on as floats: the rows themselves, or a copy in `room`.
+// `count` rows of n numbers of a state from row `row`, as floats: the rows themselves, or a copy in `room`.
 template <typename S>
 inline float const* kept_floats(still_cpu::Kept const& x, int64_t row, int count, int n, float* room, int64_t& stride)
 {
@@ -206,7 +206,7 @@ inline float const* kept_floats(still_cpu::Kept const& x, int64_t row, int count
         return floats(rows, count, n, n, room, stride);
 }
 
-// A row of a state from activations, which are floats.
+// Writes a row of a state from float activations.
 template <typename S>
 inline void keep(void const* from, int n, still_cpu::Kept const& to, int64_t row)
 {

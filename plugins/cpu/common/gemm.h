@@ -1,4 +1,4 @@
-// GEMMs of a few dozen rows: the right factor lies row by row, the left one anyhow.
+// GEMMs of a few dozen rows: the right factor is stored by row, the left one with any strides.
 #pragma once
 
 #include "simd.h"
@@ -32,7 +32,7 @@ inline void gemm_tile(
             store(c + i * c_stride + j * kLanes, total[i][j]);
 }
 
-// a b + c, fused where vectors are: of a plain expression GCC may round some rows' products before it sums them.
+// a b + c, fused if vectors are: for a plain expression GCC may round some rows' products before the sum.
 inline float multiply_add(float a, float b, float c)
 {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -87,7 +87,7 @@ inline void gemm(int rows, int columns, int depth, float const* a, int64_t row_s
 typedef float Four __attribute__((vector_size(16)));
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-// Columns of four rows of four.
+// Transposes four rows of four.
 inline void turn(Four& a, Four& b, Four& c, Four& d)
 {
     Four const ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);

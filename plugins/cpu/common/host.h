@@ -1,4 +1,4 @@
-// What kernels of the CPU need of a host: a way to run tasks at once, and memory. They know no host.
+// What CPU kernels need of a host: parallel tasks, and memory. They are independent of the host.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ struct Host
     int instruction_set = 0;
 
     virtual ~Host() = default;
-    // Runs task(data, 0 .. total - 1), some of them at once.
+    // Runs task(data, 0 .. total - 1), some of them in parallel.
     virtual void run(void (*task)(void* data, size_t index), size_t total, void* data) = 0;
-    // Valid until the next request, and as long as the call.
+    // Valid until the next request, at most until the call ends.
     virtual void* scratch(size_t size_bytes) = 0;
 };
 
-constexpr size_t kMaxLanes = 64; // tasks that have room at once
+constexpr size_t kMaxLanes = 64; // most tasks with a room at once
 
-// Runs fn(index, lane) for index < total, on at most `lanes` threads that take the next index when they are done with one.
+// Runs fn(index, lane) for index < total, on at most `lanes` threads. A thread takes the next index when it finishes one.
 template <typename Function>
 void spread(Host& host, size_t lanes, size_t total, Function const& fn)
 {
@@ -44,12 +44,12 @@ void spread(Host& host, size_t lanes, size_t total, Function const& fn)
         host.run(lane, used, &work);
 }
 
-// The same for tasks that take equally long: a thread takes neighbours, which the host gives to the same threads in every call, so that
-// what a task keeps stays in its processor's cache.
+// The same for tasks of equal length: a thread takes neighbours. The host assigns them to the same threads in every call, so that a task's
+// data stays in its processor's cache.
 template <typename Function>
 void spread_evenly(Host& host, size_t lanes, size_t total, Function const& fn)
 {
-    constexpr size_t most = 16; // parts: of 32 heads, as many as processors have use for in a call of some 50 microseconds
+    constexpr size_t most = 16; // parts: for 32 heads, as many as processors can use in a call of about 50 microseconds
     struct Work
     {
         Function const& fn;

@@ -1,4 +1,4 @@
-// Which of the compiled kernels this processor can run.
+// Selects the compiled kernels that this processor can run.
 #include "instruction_sets.h"
 
 #include <algorithm>

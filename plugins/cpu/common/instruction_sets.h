@@ -1,16 +1,16 @@
-// Every source of kernels is compiled once per instruction set; what a call uses is chosen here.
+// Every kernel source is compiled once per instruction set; a call's kernels are chosen here.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// Inlined by force: sources for different instruction sets include it, and the linker keeps one copy of what is not.
+// Always inlined: sources for different instruction sets include it, and the linker keeps only one copy of other functions.
 #define STILL_INLINE __attribute__((always_inline)) inline
 
 namespace still_cpu
 {
 
-// The instruction sets that this library has and this processor can run, best first.
+// Number of instruction sets that this library has and this processor can run, best first.
 int count_instruction_sets();
 char const* instruction_set_name(int index);
 
@@ -18,34 +18,34 @@ enum class InstructionSet
 {
     v4,
     v3,
-    i8mm,    // of 64-bit ARM, with SDOT
+    i8mm,    // of 64-bit ARM, includes SDOT
     dotprod, // SDOT alone
     baseline
 };
 
 InstructionSet instruction_set(int index);
 
-// Rows of a state as the op keeps them: numbers, or 8 bits a number and a scale a row.
+// Rows of a state: numbers, or 8 bits for each number and a scale for each row.
 struct Kept
 {
     void* rows{};
-    float* scales{}; // of rows in 8 bits, else null
+    float* scales{}; // for 8-bit rows, else null
 };
 
-// What keys and values are kept as.
+// Storage of keys and values.
 enum class Cache
 {
     kAlike, // the activations' type
-    kHalf,  // float16, beside float
-    kCodes  // 8 bits, beside float
+    kHalf,  // float16, with float activations
+    kCodes  // 8 bits, with float activations
 };
 
-// What tensors hold: activations and states, or states that are narrower.
+// Types of activations and states, or of narrower states.
 enum class Numbers
 {
     kFloat,
     kHalf,
-    kFloatKeptHalf, // float, with states of float16 where the op may have them
+    kFloatKeptHalf, // float, with float16 states where the op allows it
     kFloatKeptCodes // float, with such states in 8 bits
 };
 
@@ -57,7 +57,7 @@ STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
                                     : Numbers::kFloat;
 }
 
-// Those that kernels are compiled for beside the baseline.
+// Compiled besides the baseline.
 #if defined(STILL_X86)
 #define STILL_EACH_SET(of) of(v4) of(v3)
 #elif defined(STILL_ARM)
@@ -66,8 +66,8 @@ STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
 #define STILL_EACH_SET(of)
 #endif
 
-// Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and kind of numbers, and `kernels_of`: those
-// of the instruction set with this number among the ones that the processor can run, best first.
+// Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and kind of numbers; and `kernels_of`, which
+// returns those of an instruction set by its number among those that the processor can run, best first.
 #define STILL_KERNEL_SETS                                                                                                              \
     STILL_EACH_SET(STILL_DECLARE) STILL_DECLARE(baseline)                                                                              \
     STILL_INLINE Kernels const& kernels_of(int index, Numbers kind)                                                                    \

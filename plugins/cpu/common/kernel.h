@@ -1,4 +1,4 @@
-// What a host asks of an op's kernel on the CPU, and what the kernel asks of a call: tensors, scratch memory, threads.
+// Interface between hosts and an op's CPU kernel: tensors, scratch memory, threads.
 #pragma once
 
 #include <limits>
@@ -15,16 +15,16 @@
 namespace still_cpu
 {
 
-// A call as the host gives it. Hosts know tensors by their place among the OpSpec's inputs or outputs, those that are absent counted,
-// kernels by their names.
+// A call, implemented by the host. Hosts identify tensors by their index among the OpSpec's inputs or outputs, including absent ones;
+// kernels by name.
 class HostCall : public Host
 {
 public:
-    std::vector<still::Tensor> tensors; // types and shapes of the inputs that exist, in order
+    std::vector<still::Tensor> tensors; // types and shapes of the existing inputs, in order
 
     explicit HostCall(still::OpSpec const& op_spec) : spec(op_spec) {}
 
-    // Null where it is absent.
+    // Null if absent.
     template <typename T = void>
     T const* input(char const* name)
     {
@@ -34,13 +34,13 @@ public:
 
     virtual void* output(size_t place, still::Tensor const& tensor) = 0;
 
-    // The present buffer of the state whose past is this input, holding the past: kernels work in place. Null where it is absent.
+    // The present buffer of the state with this past input, containing the past; kernels work in place. Null if absent.
     template <typename T = void>
     T* state(char const* past)
     {
         return static_cast<T*>(state_at(place_of(past)));
     }
-    // Of rows that may be kept in 8 bits, with the scales that they have then.
+    // Rows that may be 8-bit, with their scales if they are.
     Kept kept(std::string const& past);
 
 protected:
@@ -50,52 +50,52 @@ protected:
     still::OpSpec const& spec;
 
 private:
-    size_t place_of(char const* input) const; // throws std::logic_error where the op has no such input
+    size_t place_of(char const* input) const; // throws std::logic_error if the op has no such input
 };
 
 struct Kernel
 {
     virtual ~Kernel() = default;
-    // Throws still::Error for a call that the kernel does not compute.
+    // Throws still::Error for a call that the kernel does not support.
     virtual void compute(HostCall& call) = 0;
 };
 
-// An op that has a kernel: its name, and what makes the kernel of a node. `op` outlives the kernel; `half`: activations are float16.
-// Throws still::Error for attributes that no kernel knows. The op's folder defines `Entry FOLDER_entry()`.
+// An op with a kernel: its name, and the factory of a node's kernel. `op` outlives the kernel; `half`: activations are float16.
+// Throws still::Error for unsupported attributes. The op's folder defines `Entry FOLDER_entry()`.
 struct Entry
 {
     char const* op;
     std::unique_ptr<Kernel> (*make)(still::Op const& op, bool half);
 };
 
-// Every op of this library that has a kernel; CMake writes the list (../CMakeLists.txt).
+// Every op of this library with a kernel; CMake writes the list (../CMakeLists.txt).
 std::vector<Entry> const& entries();
 
-// Binds the tensors; throws still::Error where they do not fit, or where counts are not int64, which kernels here read.
+// Binds the tensors. Throws still::Error if they do not fit, or if counts are not int64, the only type for kernels here.
 still::Call bind(still::Op const& op, std::vector<still::Tensor> const& tensors);
 
-// The longest sequence: sums and products with it stay far from the end of 64 bits.
+// Longest sequence; sums and products with it do not overflow 64 bits.
 constexpr int64_t kMostTokens = still::kMaxSize;
 
-// Place of the attribute's value among its choices.
+// Index of the attribute's value among its choices.
 int choice(still::Op const& op, char const* name);
-// The attribute's value; throws still::Error where it is less than `least` or beyond any use.
+// The attribute's value; throws still::Error if it is less than `least` or absurdly large.
 int integer(still::Op const& op, char const* name, int least);
 
-// The size of a symbol, for those who count in 32 bits; throws still::Error where it is outside least..most.
+// The size of a symbol in 32 bits; throws still::Error outside least..most.
 int dimension(still::Call const& call, char const* symbol, int64_t least = 1, int64_t most = 65536);
-// How the call keeps keys and values. Throws still::Error where no kernel reads them so, or scales are missing or too many.
+// Storage of the call's keys and values. Throws still::Error if no kernel supports it, or scales are missing or unexpected.
 Cache cache_of(still::Call const& call, bool half);
 // Throws still::Error unless the query heads H are a multiple of the key/value heads HK.
 void check_heads(still::Call const& call);
 
-// Throws still::Error for a row whose counts are outside their range; afterwards their sum fits.
+// Throws still::Error for a row with counts outside their range; otherwise their sum fits.
 void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brought, int64_t tokens);
-// The same for all rows, and for those that outgrow the `room` of their state. `past` is null for an op that does not read it.
+// The same for all rows, and for rows that outgrow the `room` of their state. `past` is null for an op without it.
 void check_rows(still::OpSpec const& spec, int batch, int64_t const* past, int64_t const* brought, int64_t tokens,
     int64_t room = std::numeric_limits<int64_t>::max());
 
-// The kernel of an op with one output, whose calls are computed by a `Layer`, which follows from their shapes.
+// The kernel of an op with one output, where a `Layer`, derived from the shapes, computes a call.
 template <typename Layer>
 class LayerKernel : public Kernel
 {
@@ -118,7 +118,7 @@ protected:
 
     LayerKernel(still::Op const& op, bool half) : op_(op), half_(half) {}
 
-    // Throws still::Error where there is no kernel for the call.
+    // Throws still::Error if there is no kernel for the call.
     virtual Layer read_layer(still::Call const& call) const = 0;
     virtual void run(HostCall& call, Sizes const& sizes, void* output) = 0;
 
@@ -126,7 +126,7 @@ protected:
     bool half_;
 
 private:
-    // Of the latest call, as steps are alike; a session may be run from several threads.
+    // Cached for the latest call, as steps are alike; several threads may run a session.
     Sizes sizes_of(std::vector<still::Tensor> const& tensors)
     {
         std::lock_guard<std::mutex> const lock(mutex_);

@@ -1,4 +1,4 @@
-// Where the scratch memory of a call goes.
+// Layout of a call's scratch memory.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 namespace still_cpu
 {
 
-// What lies side by side in the scratch memory is one block to the address sanitizer, which would not see a step from one array into
-// the next: in its builds they lie this many bytes apart, and what is between is marked.
+// The address sanitizer treats the scratch memory as one block and would miss a step from one array into the next. In its builds arrays are
+// this many bytes apart, and the gaps are poisoned.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t kGuard = 64;
 inline void mark(uintptr_t begin, size_t size) { ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(begin), size); }
@@ -26,7 +26,7 @@ inline void mark(uintptr_t, size_t) {}
 inline void clear(void*, size_t) {}
 #endif
 
-// The memory of each of the tasks that run at once.
+// The memory of each of the parallel tasks.
 struct Rooms
 {
     float* first = nullptr;
@@ -35,11 +35,11 @@ struct Rooms
     float* of(size_t lane) const { return first + lane * distance; }
 };
 
-// The scratch memory of a call, as arrays one behind the other, 64 bytes apart.
+// The scratch memory of a call: consecutive arrays, 64-byte aligned.
 class Scratch
 {
 public:
-    // `lay_out` takes the arrays, twice: the first time their sizes are counted.
+    // `lay_out` allocates the arrays; it runs twice, first to count their sizes.
     template <typename LayOut>
     Scratch(Host& host, LayOut const& lay_out)
     {
@@ -80,7 +80,7 @@ private:
     size_t size_ = 0;
 };
 
-// Zeros what rows of an output of `tokens` tokens have behind their new ones; `bytes` of a token.
+// Zeros an output of `tokens` tokens after each row's new ones; `bytes`: of a token.
 inline void clear_ends(void* output, int batch, int64_t tokens, int64_t const* brought, size_t bytes)
 {
     for (int row = 0; row < batch; ++row)

@@ -1,7 +1,7 @@
-// Vectors of the instruction set that a source file is compiled for, and the few loops that everything is made of.
+// Vectors of the instruction set that a source file is compiled for, and basic loops.
 //
-// Everything lies in an unnamed namespace and calls no template of the standard library: the same source is compiled once per
-// instruction set, and the linker must not merge a function compiled for one with its namesake compiled for another.
+// Everything is in an unnamed namespace and calls no template of the standard library: the same source is compiled once per
+// instruction set, and the linker must not merge functions that were compiled for different ones.
 #pragma once
 
 #include <cmath>
@@ -112,7 +112,7 @@ inline float exponential(float x)
     return exponential(spread(x))[0];
 }
 
-// e^x to the last place of a float, for factors that are multiplied over and over.
+// e^x to the last place of a float, for factors that are multiplied repeatedly.
 inline float exact_exponential(double x)
 {
     if (x < -87.33)
@@ -125,7 +125,7 @@ inline float exact_exponential(double x)
         p = 1 + p * r / i;
     int64_t bits;
     std::memcpy(&bits, &p, sizeof bits);
-    bits += static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(n)) << 52); // of NaN any
+    bits += static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(n)) << 52); // arbitrary for NaN
     std::memcpy(&p, &bits, sizeof bits);
     return static_cast<float>(p);
 }

@@ -12,19 +12,19 @@ namespace still_cpu::softmax
 namespace
 {
 
-constexpr int64_t kWantedTasks = 64; // keys are cut into parts where there are fewer: enough for as many threads
+constexpr int64_t kWantedTasks = 64; // blocks are split by keys if there are fewer tasks: enough for this many threads
 constexpr int64_t kLeastKeys = 256;  // of a part
-constexpr int64_t kFewTokens = 8;    // up to so many are computed as calls of one token compute them, bit for bit:
-constexpr int64_t kFewKeys = 512;    // over parts that no length changes
-// Columns of a block whose tokens have chosen keys: more share what is read and hide more of it.
+constexpr int64_t kFewTokens = 8;    // a call of up to this many tokens gives the bits of calls of one token:
+constexpr int64_t kFewKeys = 512;    // its parts do not depend on lengths
+// Columns of a block whose tokens have chosen keys: more columns share reads and mask more of them.
 constexpr int64_t kChosenColumns = 32;
 
-// How a call is cut; by its shapes and counts alone, so that the number of threads changes no bit.
+// How a call is split. It depends only on shapes and counts, so the number of threads changes no bit.
 struct Cut
 {
-    int64_t blocks = 0;    // of the row that brings most, per head
+    int64_t blocks = 0;    // of the row with most new tokens, per head
     int64_t tokens = 0;    // of a block
-    int64_t part_keys = 1; // a multiple of a tile's
+    int64_t part_keys = 1; // a multiple of a tile's keys
     int64_t parts = 1;     // of the longest row
     int64_t units = 0;     // blocks of all rows and heads
 
@@ -50,7 +50,7 @@ struct Cut
         part_keys = (std::max(kLeastKeys, (longest + wanted - 1) / wanted) + kTileKeys - 1) / kTileKeys * kTileKeys;
         if (most <= kFewTokens)
             part_keys = kFewKeys;
-        if (l.slots) // parts are of one token's blocks
+        if (l.slots) // parts consist of one token's blocks
             part_keys = tokens == 1 && most <= kFewTokens ? (kFewKeys + l.block_size - 1) / l.block_size * l.block_size : longest;
         parts = (longest + part_keys - 1) / part_keys;
     }
@@ -65,7 +65,7 @@ struct Call
     size_t lanes = 0;
     Rooms rooms{};
     float* partials = nullptr;
-    std::atomic<int>* left = nullptr; // parts of each unit that are not done
+    std::atomic<int>* left = nullptr; // unfinished parts of each unit
 
     void lay_out(Scratch& scratch)
     {
@@ -77,7 +77,7 @@ struct Call
     }
 };
 
-// The new keys and values of one sequence and head, written behind what the cache holds.
+// Writes the new keys and values of one sequence and head after the cached ones.
 void append(Layer const& l, Tensors const& x, Kernels const& kernels, int row, int head, int64_t past, int64_t brought)
 {
     size_t const dim = static_cast<size_t>(l.dim), bytes = dim * static_cast<size_t>(l.element_size());
@@ -98,13 +98,13 @@ void append(Layer const& l, Tensors const& x, Kernels const& kernels, int row, i
     }
 }
 
-// One part of one block; the last part to be done merges all.
+// One part of one block; the last part to finish merges all.
 void attend(Call& call, int64_t const* past, int64_t const* brought, size_t index, size_t lane)
 {
     Layer const& l = call.layer;
     Cut const& cut = call.cut;
     int64_t const unit = static_cast<int64_t>(index) / cut.parts, part = static_cast<int64_t>(index) % cut.parts;
-    // The last blocks see most keys: they come first, so that no thread is left with one at the end.
+    // The last blocks read most keys. They come first, so that no thread runs one alone at the end.
     int64_t const place = cut.blocks - 1 - unit / (cut.units / cut.blocks), of_block = unit % (cut.units / cut.blocks);
     int const row = static_cast<int>(of_block / l.kv_heads), head = static_cast<int>(of_block % l.kv_heads);
     int64_t const token = place * cut.tokens, count = std::min(cut.tokens, brought[row] - token);
@@ -113,7 +113,7 @@ void attend(Call& call, int64_t const* past, int64_t const* brought, size_t inde
     int64_t seen = past[row] + token + count;
     if (l.slots)
     {
-        // Of a block of several tokens all slots are one part.
+        // All slots of a block of several tokens are one part.
         int32_t const* const chosen = call.tensors.blocks + ((row * call.tensors.tokens + token) * l.kv_heads + head) * l.slots;
         int used = l.slots;
         while (used > 1 && chosen[used - 1] < 0)
@@ -152,7 +152,7 @@ void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t co
         size_t const row = index / heads;
         append(layer, tensors, call.kernels, static_cast<int>(row), static_cast<int>(index % heads), past[row], brought[row]);
     };
-    // A step's rows are too few for threads.
+    // The rows of a step are too few for threads.
     spread(host, tensors.tokens > 8 ? kMaxLanes : 1, static_cast<size_t>(batch) * heads, write);
     if (call.cut.units)
         spread(host, call.lanes, static_cast<size_t>(call.cut.units * call.cut.parts),

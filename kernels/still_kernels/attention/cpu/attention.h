@@ -1,12 +1,12 @@
-// One layer of causal softmax attention with a cache, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run
-// tasks at once.
+// One layer of causal softmax attention with a cache, on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to run
+// parallel tasks.
 //
-// New keys and values go to their rows of the cache, in place. Then blocks of new tokens attend to what is filled: all query heads of a
-// key/value head are columns of one GEMM, so the cache is read once for them and never expanded. Where blocks are few, their keys
-// are cut into parts, and whoever finishes the last part of a block merges them.
+// New keys and values are written to their rows of the cache, in place. Then blocks of new tokens attend to the filled rows. All query
+// heads of a key/value head are columns of one GEMM, so the cache is read once for them and never expanded. If there are few blocks, their
+// keys are split into parts, and the task that finishes the last part of a block merges them.
 //
-// Where tokens have chosen blocks of keys (still::BlockAttention), those that any token of a block reads are gone through one after the
-// other, and hidden from the tokens that do not read them; keys of no token's blocks are not read.
+// If tokens have chosen blocks of keys (still::BlockAttention), a task iterates over the blocks that any of its tokens reads and masks them
+// for the other tokens. Keys outside of all tokens' blocks are not read.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct Layer
     bool half;    // everything is float16
     Cache cache;
     int block_size = 0; // keys of a chosen block
-    int slots = 0;      // blocks that a token may choose; 0: tokens see all keys up to their own
+    int slots = 0;      // most chosen blocks of a token; 0: tokens read all keys up to their own
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     STILL_INLINE int element_size() const { return half ? 2 : 4; }
@@ -43,16 +43,16 @@ struct Tensors
     Kept key_cache;
     Kept value_cache;
     int64_t tokens; // T
-    int32_t const* blocks = nullptr; // [B, T, HK, slots], none twice; below 0: none
+    int32_t const* blocks = nullptr; // [B, T, HK, slots], distinct; below 0: none
 };
 
-// Run the call. `past` and `brought` are the rows' lengths and new tokens; output and cache are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks.
+// Runs the call. `past` and `brought` are the rows' lengths and new tokens; output and cache are complete afterwards.
+// The result depends neither on the host's threads nor on the order of tasks.
 void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
-// Columns of a block: with logits, queries and values of the block, a tile of keys stays in the second cache.
+// Columns of a block: logits, queries and values of the block fit into the L2 cache with a tile of keys.
 constexpr int kBlockColumns = 128;
 constexpr int kTileKeys = 128;
 
@@ -61,7 +61,7 @@ struct Block
 {
     int row;
     int head;
-    int64_t token;    // first one, of the sequence's new tokens
+    int64_t token;    // first one, among the sequence's new tokens
     int count;        // of tokens
     int64_t position; // of the first one
 };
@@ -76,14 +76,14 @@ struct Task
 
 struct Kernels
 {
-    // Floats that `Task::room` must have.
+    // Floats required in `Task::room`.
     size_t (*room)(Layer const& layer);
-    // Attention of the block to keys from .. to - 1: maximum, sum and weighted values go to `partial`; null: the output is written. Where
-    // tokens have chosen blocks, keys are counted in their slots, of block_size each.
+    // Attention of the block to keys from .. to - 1. Writes maximum, sum and weighted values to `partial`, or the output if that is null.
+    // With chosen blocks, keys are counted in their slots, of block_size each.
     void (*attend)(Task const& task, int64_t from, int64_t to, float* partial);
-    // Writes a row of `count` floats; null where the cache is of the activations' type.
+    // Writes a row of `count` floats; null if the cache has the activations' type.
     void (*keep)(void const* from, int count, Kept const& to, int64_t row);
-    // Writes the output from the `parts` partial results that lie one behind the other; overwrites the first.
+    // Writes the output from `parts` consecutive partial results; overwrites the first.
     void (*combine)(Task const& task, int parts, float* partials);
 };
 
@@ -93,7 +93,7 @@ STILL_INLINE int64_t block_tokens(Layer const& layer)
     return layer.group() < kBlockColumns ? kBlockColumns / layer.group() : 1;
 }
 
-// Columns of a block, as no instruction set has wider vectors.
+// Columns of a block, padded to the widest vectors of any instruction set.
 STILL_INLINE int64_t block_width(Layer const& layer, int64_t tokens)
 {
     return (tokens * layer.group() + 15) / 16 * 16;

@@ -18,10 +18,10 @@ size_t room(Layer const& l)
         partial_size(l, tokens) + dense + l.dim * wide + kTileKeys * wide + kTileKeys * l.dim + 8 * 16);
 }
 
-// Goes through the blocks of keys that any token of a block has chosen; knows which tokens read the one that it is at.
+// Iterates over the blocks of keys that any token of a block has chosen, and knows which tokens read the current one.
 struct Readers
 {
-    int place[kBlockColumns]; // the slot that a token is at
+    int place[kBlockColumns]; // each token's current slot
     bool reads[kBlockColumns];
 
     void start(int slot, int count)
@@ -30,7 +30,7 @@ struct Readers
             place[i] = slot, reads[i] = false;
     }
 
-    // The least block that tokens are at, of slots before `last`; -1: none is left.
+    // The lowest current block of the tokens, in slots before `last`; -1: none is left.
     template <typename Columns>
     int32_t next(Columns const& block, int last)
     {
@@ -51,7 +51,7 @@ struct Readers
     }
 };
 
-// One block of queries; everything lies column by column, so that maxima and sums run over whole vectors.
+// One block of queries, stored by column, so that maxima and sums use whole vectors.
 template <typename T>
 struct Columns
 {
@@ -66,11 +66,11 @@ struct Columns
     {
     }
 
-    // Queries and outputs of a token lie side by side for the heads of a group.
+    // Queries and outputs of a token are contiguous for the heads of a group.
     int64_t token(int i) const { return ((b.row * x.tokens + b.token + i) * l.heads + b.head * l.group()) * l.dim; }
     int64_t cache(int64_t key) const { return (static_cast<int64_t>(b.row) * l.kv_heads + b.head) * l.rows + key; }
 
-    // Keys that a token does not see yet get -inf: those at its position + 1 and later.
+    // Sets -inf for keys that a token must not read yet: those after its position.
     void hide(float* logits, int64_t key, int count) const
     {
         for (int j = 0; j < count; ++j)
@@ -82,7 +82,7 @@ struct Columns
         }
     }
 
-    // Keys of a block get -inf for tokens that have not chosen it.
+    // Sets -inf for keys of a block in tokens that have not chosen it.
     void hide_from(Readers const& readers, float* logits, int count) const
     {
         int const group = l.group();
@@ -92,7 +92,7 @@ struct Columns
                     logits[static_cast<int64_t>(j) * wide + c] = kMinusInfinity;
     }
 
-    // The chosen blocks of token i of the block.
+    // The chosen blocks of the block's token i.
     int32_t const* chosen(int i) const
     {
         return x.blocks + ((b.row * x.tokens + b.token + i) * l.kv_heads + b.head) * l.slots;
@@ -203,7 +203,7 @@ void combine(Task const& task, int parts, float* partials)
 template <typename T>
 constexpr Kernels kTable{room, attend<T, T>, nullptr, combine<T>};
 
-// Beside float.
+// With float activations.
 template <typename S>
 constexpr Kernels kKept{room, attend<float, S>, keep<S>, combine<float>};
 

@@ -1,4 +1,4 @@
-// The node of softmax attention: from a call's shapes to the layer that the kernels know.
+// The node of softmax attention: converts a call's shapes to the kernels' layer.
 #pragma once
 
 #include "cpu/common/kernel.h"
@@ -36,7 +36,7 @@ private:
         attention(sizes.layer, x, sizes.batch, past, brought, call);
     }
 
-    int block_size_; // of chosen blocks; 0: tokens see all keys
+    int block_size_; // of chosen blocks; 0: tokens read all keys
 };
 
 } // namespace still_cpu::softmax

@@ -1,4 +1,4 @@
-// still::BlockAttention: softmax attention whose tokens see chosen blocks.
+// still::BlockAttention: softmax attention to chosen blocks.
 #include "../../attention/cpu/node.h"
 
 namespace still_cpu

@@ -1,7 +1,8 @@
-// A causal convolution of each channel, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
+// A causal convolution of each channel, on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to run parallel
+// tasks.
 //
-// A task is a few vectors of channels of one sequence: their latest tokens and taps are copied side by side, then every token is a sum over
-// the taps. Past columns are read before they are written, by the one task that has the channels.
+// A task processes a few vectors of channels of one sequence. It copies their latest tokens and taps to contiguous memory; every token is
+// then a sum over the taps. The same task reads past columns before it writes them.
 #pragma once
 
 #include <cstddef>
@@ -32,13 +33,13 @@ struct Tensors
     int64_t tokens; // T
 };
 
-// Run the call. `brought` are the rows' new tokens; output and state are complete afterwards.
+// Runs the call. `brought` are the rows' new tokens; output and state are complete afterwards.
 void convolve(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
 constexpr int kBlock = 64;      // channels of a task
-constexpr int kTileTokens = 64; // that are copied at once
+constexpr int kTileTokens = 64; // copied at once
 
 struct Task
 {
@@ -56,7 +57,7 @@ struct Kernels
     void (*run)(Task const& task);
 };
 
-// Floats that `Task::room` must have: taps, bias, tokens with the past ones before them.
+// Floats required in `Task::room`: taps, bias, tokens after the past ones.
 STILL_INLINE size_t room(Layer const& layer)
 {
     return static_cast<size_t>(kBlock) * static_cast<size_t>(2 * layer.taps + kTileTokens + 2);

@@ -21,7 +21,7 @@ void run(Task const& task)
     float *const weight = room.take(static_cast<int64_t>(taps) * kBlock), *const bias = room.take(kBlock);
     float* const known = room.take(static_cast<int64_t>(past + kTileTokens) * kBlock); // [past and new tokens, channels]
     float* const sums = room.take(kBlock);
-    if (width < kBlock) // channels beyond the last one; of a step this is half of all time
+    if (width < kBlock) // channels after the last one; half of a step's time
         std::memset(task.room, 0, sizeof(float) * still_cpu::convolution::room(l));
     if (!x.bias)
         std::memset(bias, 0, sizeof(float) * kBlock);

@@ -1,4 +1,4 @@
-// still::CausalConv: from a call's shapes to the layer that the kernels know.
+// still::CausalConv: converts a call's shapes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "cpu/common/scratch.h"
@@ -23,7 +23,7 @@ void convolve(Layer const& layer, Tensors const& tensors, int batch, int64_t con
         int const row = static_cast<int>(index / blocks), block = static_cast<int>(index % blocks);
         kernels.run({&layer, &tensors, row, block * kBlock, brought[row], rooms.of(lane)});
     };
-    // A step is too little for threads.
+    // A step is too short for threads.
     spread(host, tensors.tokens > 8 ? lanes : 1, tasks, run);
     size_t const token = static_cast<size_t>(layer.channels) * (layer.half ? 2 : 4);
     clear_ends(tensors.output, batch, tensors.tokens, brought, token);
@@ -47,7 +47,7 @@ private:
         Layer const layer{dimension(call, "C", 1, 1 << 24), dimension(call, "K", 2, 256), silu_, half_};
         if (call.size("P") != layer.taps - 1)
             still::fail("CausalConv: ", layer.taps, " taps with ", call.size("P"), " columns of state; expected one less.");
-        // Weights of other ops may have a dimension of 1 for all heads; each channel here has taps of its own.
+        // Weights of other ops may have a dimension of 1 for all heads; here each channel has its own taps.
         if (int64_t const own = call.tensor("weight").dims[0]; own != layer.channels)
             still::fail("CausalConv: weight has taps of ", own, " channels; expected ", layer.channels, ".");
         return layer;

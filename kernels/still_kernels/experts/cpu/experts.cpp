@@ -10,10 +10,10 @@ namespace still_cpu::experts
 namespace
 {
 
-constexpr size_t kLanes = 16;              // threads that there is use for
-constexpr int64_t kMostPairs = 4096;       // of token and expert that are computed at once
-constexpr int64_t kMostBytes = 128 << 10;  // of a matrix that stay in a processor's cache while tokens pass
-constexpr int64_t kSerialNumbers = 16 << 10; // of pairs, below which a task costs less than a thread's waking
+constexpr size_t kLanes = 16;              // most useful threads
+constexpr int64_t kMostPairs = 4096;       // pairs of token and expert processed at once
+constexpr int64_t kMostBytes = 128 << 10;  // of a matrix, to stay in a processor's cache for all tokens
+constexpr int64_t kSerialNumbers = 16 << 10; // of pairs, below which a task costs less than waking a thread
 
 using low_bit::up;
 
@@ -29,13 +29,13 @@ int64_t rows_of_task(Layer const& layer, low_bit::Layer const& matrix)
     return std::min(rows, matrix.outputs);
 }
 
-// Where the parts of a call's scratch lie.
+// Layout of a call's scratch memory.
 struct Parts
 {
-    int64_t *starts, *experts, *places, *tokens; // of experts' pairs, those that were chosen; of pairs; of places
+    int64_t *starts, *experts, *places, *tokens; // first pair of each expert; chosen experts; place of each pair; token of each place
     float *wide, *inner, *middle;
     Rooms sums, rooms;
-    float* block_sums; // of pairs: what those that are rounded sum up to in each block
+    float* block_sums; // of pairs: sums of the rounded ones by block
     low_bit::Rounded rounded{};
 
     void lay_out(Layer const& layer, int64_t count, int step, Scratch& scratch)
@@ -63,7 +63,7 @@ struct Parts
     }
 };
 
-// A call, `count` tokens of it at once from `first` on.
+// A call, `count` tokens at once from `first`.
 class Mixing
 {
 public:
@@ -105,7 +105,7 @@ public:
     }
 
 private:
-    // The pairs by expert, each expert's in their order.
+    // Sorts the pairs by expert, stable.
     void sort(int32_t const* expert, int64_t pairs)
     {
         std::fill_n(parts_.starts, layer_.experts + 1, 0);
@@ -124,12 +124,12 @@ private:
             parts_.places[i] = place;
             parts_.tokens[place] = i / layer_.chosen;
         }
-        for (int64_t e = layer_.experts; e > 0; --e) // each was moved to the next one's start
+        for (int64_t e = layer_.experts; e > 0; --e) // each was advanced to the next one's start
             parts_.starts[e] = parts_.starts[e - 1];
         parts_.starts[0] = 0;
     }
 
-    // fn(index, lane) for index < count, of `numbers` each.
+    // Runs fn(index, lane) for index < count, with `numbers` each.
     template <typename Function>
     void each(int64_t count, int64_t numbers, Function const& fn)
     {
@@ -185,7 +185,7 @@ private:
             });
     }
 
-    // The rows of `task` of an expert whose pairs begin at `place`.
+    // The rows of `task` of an expert whose pairs start at `place`.
     void multiply_rows(low_bit::Layer const& matrix, Matrix const& weight, int64_t expert, int64_t place, Task task, float* room) const
     {
         int64_t const first = expert * matrix.outputs;
@@ -203,8 +203,8 @@ private:
         low_bit::Rounded const here = rounded(matrix, matrix.rounded() ? place : 0);
         if (!matrix.rounded() || !x.zero_points)
             return (matrix.rounded() ? low_bit_.multiply : low_bit_.exact)({&own, &x, &here, 0, task.tokens, task.row, task.rows, room});
-        // A row's zero points at once: in the GEMM's steps they take two fifths of its time (1.22 ms with them, 0.74 without, one token,
-        // 12,288 x 1,536 on one processor with AVX2).
+        // Subtracts a row's zero points together: within the GEMM's steps they take two fifths of its time (1.22 instead of 0.74 ms, one
+        // token, 12,288 x 1,536 on one processor with AVX2).
         int64_t const blocks = matrix.blocks();
         Zeros const zeros{&matrix, x.zero_points + task.row * matrix.zero_bytes, static_cast<float const*>(x.scales) + task.row * blocks,
             parts_.block_sums + place * blocks, room};

@@ -1,8 +1,8 @@
-// Feed-forward layers that tokens choose, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks.
+// Feed-forward experts, on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to run tasks.
 //
-// Pairs of token and expert are sorted by expert; what is read of the weights is the experts that were chosen, row by row where they lie.
-// A token's sums are made in one order, whatever else the call has: a call of several tokens gives bit for bit what calls of each give.
-// Matrices in blocks are those of ../matmul_nbits: tokens, and what the second matrix reads, are rounded to 8 bits where it rounds.
+// Pairs of token and expert are sorted by expert. Only the weights of chosen experts are read, row by row, in place.
+// A token's sums have a fixed order: a call of several tokens gives the bits of one call for each.
+// Matrices in blocks are those of ../matmul_nbits. Where they round, tokens and inputs of the second matrix are rounded to 8 bits.
 #pragma once
 
 #include "../../matmul_nbits/cpu/matmul_nbits.h"
@@ -15,14 +15,14 @@ struct Layer
     low_bit::Layer gate_up, down; // of an expert; bits 0: numbers of the activations' type
     int64_t experts;              // E
     int64_t chosen;               // K of a token
-    bool gated;                   // rows of gate and up projection take turns, silu(gate) * up; else relu(up)^2
+    bool gated;                   // rows of gate and up are interleaved, silu(gate) * up; else relu(up)^2
     bool half;                    // activations are float16
 
     int64_t channels() const { return gate_up.inputs; }
     int64_t inner() const { return down.inputs; }
 };
 
-// A matrix of all experts; scales and zero points of blocks alone, zero points may be null.
+// A matrix of all experts; only blocks have scales and zero points; zero points may be null.
 struct Matrix
 {
     void const* values;
@@ -41,15 +41,15 @@ struct Tensors
     int64_t tokens; // of all sequences
 };
 
-// Throws still::Error for an expert that there is not.
+// Throws still::Error for an unknown expert.
 void mix(Layer const& layer, Tensors const& tensors, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
 // Rows of one expert's matrix times its tokens.
 struct Task
 {
-    void const* weight; // of numbers, [outputs, inputs]
+    void const* weight; // plain numbers, [outputs, inputs]
     int64_t inputs, outputs;
     int64_t row, rows;  // of the outputs
     float const* input; // [tokens, inputs]
@@ -57,7 +57,7 @@ struct Task
     int64_t tokens;
 };
 
-// Zero points and scales of the rows of a task, what its tokens sum up to in each block [tokens, blocks], and room for kRows * blocks
+// Zero points and scales of the rows of a task, the sums of its tokens by block [tokens, blocks], and room for kRows * blocks
 // numbers.
 struct Zeros
 {
@@ -73,7 +73,7 @@ struct Kernels
     void (*widen)(void const* from, int64_t count, float* to);
     void (*multiply)(Task const& task);
     void (*activate)(float const* from, int64_t inner, bool gated, float* to);
-    // Takes what codes of 0 stand for from the output of `task`, whose weight is in blocks.
+    // Subtracts the zero points' part from the output of `task`, whose weight is in blocks.
     void (*subtract_zeros)(Task const& task, Zeros const& zeros);
     // Sum over `chosen` rows of `parts` at `places`, each times its weight, in this order.
     void (*combine)(float const* parts, int64_t const* places, float const* weights, int64_t chosen, int64_t channels, float* sum,

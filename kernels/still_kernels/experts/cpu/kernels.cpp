@@ -1,4 +1,4 @@
-// The tasks of experts, but for those over blocks. Compiled once per instruction set; STILL_KERNELS names the table.
+// The tasks of experts, except those over blocks. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "experts.h"
 
 #if defined(__AVX2__)
@@ -14,8 +14,8 @@ namespace
 using namespace still_cpu::experts;
 
 constexpr int kRows = 4;                      // outputs at once
-constexpr int kTokens = kLanes == 16 ? 4 : 2; // as many as registers hold the sums of
-constexpr int64_t kAhead = 2;                 // groups of rows that are asked for before they are read
+constexpr int kTokens = kLanes == 16 ? 4 : 2; // most for which registers hold the sums
+constexpr int64_t kAhead = 2;                 // groups of rows that are prefetched
 
 inline Vec load_numbers(float const* x)
 {
@@ -45,7 +45,7 @@ inline Vec load_numbers_part(T const* x, int n)
     return load(numbers);
 }
 
-// kRows outputs of `Count` tokens, or what is to be subtracted from them; of rows beyond the last the last again.
+// kRows outputs of `Count` tokens, or their subtrahends; the last row is repeated after the end.
 template <typename T, int Count, bool Subtract>
 inline void tile(Task const& task, T const* const* rows, int count, int64_t row, int64_t token)
 {
@@ -102,7 +102,7 @@ void multiply(Task const& task)
         T const* rows[kRows];
         for (int r = 0; r < kRows; ++r)
             rows[r] = at<T>(task.weight, (row + (r < count ? r : count - 1)) * task.inputs);
-        // Processors see what is read next where it is read in order, not in four places.
+        // Prefetch: hardware prefetchers follow one stream, not four.
         auto const* const next = reinterpret_cast<char const*>(rows[0]) + kAhead * kRows * row_bytes;
         for (int64_t byte = 0; byte < kRows * row_bytes; byte += 64)
             __builtin_prefetch(next + byte, 0, 1);
@@ -120,7 +120,7 @@ void widen(void const* from, int64_t count, float* to)
         to[i] = to_float(at<T>(from, i)[0]);
 }
 
-// kLanes codes of `Bits`, side by side.
+// kLanes consecutive codes of `Bits`.
 template <int Bits>
 inline Vec codes_of(uint8_t const* x)
 {
@@ -199,7 +199,7 @@ void activate(float const* from, int64_t inner, bool gated, float* to)
         else
         {
             Vec const up = load_part(from + i, count, 0);
-            result = up < 0.0f ? Vec{} : up * up; // NaN stays
+            result = up < 0.0f ? Vec{} : up * up; // keeps NaN
         }
         std::memcpy(to + i, &result, sizeof(float) * static_cast<unsigned>(count));
     }

@@ -1,4 +1,4 @@
-// still::Experts: experts whose matrices are numbers.
+// still::Experts: experts with plain matrices.
 #include "node.h"
 
 namespace still_cpu

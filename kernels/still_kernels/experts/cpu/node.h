@@ -1,4 +1,4 @@
-// The node of experts: from a call's shapes to the layer that the kernels know.
+// The node of experts: converts a call's shapes to the kernels' layer.
 #pragma once
 
 #include "core/error.h"
@@ -23,7 +23,7 @@ public:
 private:
     static constexpr int64_t kMostSize = 1 << 24;
 
-    // Inputs of a matrix, and what its blocks are.
+    // Inputs of a matrix, and the form of its blocks.
     low_bit::Layer read_matrix(still::Call const& call, std::string const& matrix, std::string const& inputs) const
     {
         constexpr int64_t word = 32;
@@ -37,8 +37,8 @@ private:
         layer.zero = 1 << (bits_ - 1), layer.half = half_, layer.half_scales = half_;
         int64_t const words = call.size(inputs + "W"), columns = layer.blocks();
         if (layer.inputs < 1 || layer.inputs > kMostSize || words * word != layer.inputs * bits_)
-            still::fail(op_.spec().name, ": ", matrix, " has ", words, " words and ", columns, " scales a row; of ", bits_,
-                " bits in blocks of ", block_, " they do not go together.");
+            still::fail(op_.spec().name, ": ", matrix, " has ", words, " words and ", columns, " scales a row; with ", bits_,
+                " bits in blocks of ", block_, " these do not match.");
         if (call.has(matrix + "_zero_points"))
         {
             int64_t const zeros = call.size(inputs + "Z");

@@ -1,4 +1,4 @@
-// still::ExpertsNBits: experts whose matrices are in blocks of few bits.
+// still::ExpertsNBits: experts with low-bit matrices in blocks.
 #include "../../experts/cpu/node.h"
 
 namespace still_cpu

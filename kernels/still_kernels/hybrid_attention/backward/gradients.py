@@ -1,8 +1,8 @@
-"""Gradients of hybrid attention of whole sequences by Triton kernels: what is recomputed, in which order, in which blocks.
+"""Gradients of hybrid attention of whole sequences by Triton kernels: recomputation, order of kernels, block sizes.
 
-A chunk's features and states are computed again; the selection is the forward pass's own. The gradient of a chunk's share of the
-states is a sum over later chunks, taken by a reverse scan; the softmax part is one pass over the keys of each query for its gradient
-and one over the queries of each key, window and salient rows alike.
+A chunk's features and states are computed again; the selection is the forward pass's. The gradient of a chunk's share of the states is a
+sum over later chunks, computed by a reverse scan. The softmax part is one pass over the keys of each query for its gradient and one over
+the queries of each key, for window and salient rows alike.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from still_kernels.tile import KernelTile, pow2
 
 TYPES = (torch.float32, torch.bfloat16)
 MAX_DIM = 128
-"""Of heads and features: twice as many would not fit into registers."""
+"""Largest size of heads and features; twice as many would not fit into registers."""
 
 
 def covers_backward(config: HybridAttentionConfig, dtype: torch.dtype) -> bool:
-    """Whether `whole_gradients` differentiates a layer that the kernels of the forward pass cover."""
+    """Whether `whole_gradients` covers a layer that the forward kernels cover."""
     sizes = config.head_dim in HEAD_DIMS and max(config.head_dim, config.projection_dim) <= MAX_DIM
-    positive = config.feature_map != "identity"  # so is every denominator, of which the kernels take the logarithm
+    positive = config.feature_map != "identity"  # so is every denominator, whose logarithm the kernels compute
     return dtype in TYPES and sizes and positive and config.overflow == "error" and config.local == "chunked"
 
 
@@ -35,7 +35,7 @@ def tiles_of(config: HybridAttentionConfig, wide: bool) -> dict[str, KernelTile]
     rows, warps, stages = min(config.chunk_size, 32 if wide else 64), 8 if wide else 4, 1 if large else 2
     part = min(32 if wide else 64, pow2(config.head_dim))
     scan = KernelTile({"FB": 32 if wide else 64, "DB": part, "STAGES": 1 if wide else 3}, 4, 1)
-    # 64 rows of heads of 64 take 464 us although registers spill; 32 rows with twice the warps, which do not, 1,068.
+    # 64 rows for heads of 64 take 464 us although registers spill; 32 rows with twice the warps, without spills, take 1,068.
     few = min(config.chunk_size, 16 if large else 64)
     linear = KernelTile({"BM": few, "TB": 512 // few}, 8 if large else 4, 1)
     return {
@@ -62,15 +62,15 @@ def whole_gradients(
     """Gradients of `whole_hybrid_attention` with a given selection.
 
     Args:
-        inputs: Of the forward pass, contiguous, feature maps in the type of the tokens; window factors, if any, as a tensor.
-        output: What it gave, [B, T, H, D].
-        folds: 0 for tokens that stay in softmax, 1 for those that the states take in, int8 [B, >= chunks, HS, C]; those of chunk c lie
-            at c + 2.
-        grad: Of `output`, same shape.
-        wanted: Names of the inputs whose gradients are asked for.
+        inputs: Inputs of the forward pass, contiguous, feature maps in the type of the tokens; window factors, if any, as a tensor.
+        output: Its output, [B, T, H, D].
+        folds: 0 for tokens that stay in softmax, 1 for those folded into the states, int8 [B, >= chunks, HS, C]; those of chunk c are at c
+            + 2.
+        grad: Gradient of `output`, same shape.
+        wanted: Names of the inputs that need gradients.
 
     Returns:
-        By name, at least the wanted ones; those of tokens in the type of the tokens, those of maps and factors float32.
+        Gradients by name, at least the wanted ones; tokens' in the type of the tokens, those of maps and factors in float32.
     """
     from still_kernels.hybrid_attention.backward import triton_linear as linear
     from still_kernels.hybrid_attention.backward import triton_softmax as softmax

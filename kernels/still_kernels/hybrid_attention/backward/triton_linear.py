@@ -1,6 +1,6 @@
 """Backward pass, linear part: features, states of each chunk, and gradients through both.
 
-Rows are new and equally long. `late` chunks are promoted, chunk c for the queries of chunk c + 2 and all after it. States and their
+Rows are new and equally long. `late` chunks are promoted, chunk c for the queries of chunk c + 2 and later. States and their
 gradients are stored for each promoted chunk, [B, H, late, F, D] and [B, H, late, F].
 """
 

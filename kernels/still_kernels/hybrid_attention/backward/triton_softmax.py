@@ -1,8 +1,8 @@
 """Backward pass, softmax part: gradients of queries, then those of keys and values, of the window and of the salient tokens.
 
-Rows are new and equally long. Tensors of tokens are [B, T, heads, D]; numbers of each query [B, H, T]. `lse` is the logarithm in base 2
-of what divides a query's exponentials, the linear terms' share included: exp2(logit2 - lse) is the weight of a key before the window
-factor. The row's maximum is a constant of the op, as in the forward pass.
+Rows are new and equally long. Tensors of tokens are [B, T, heads, D]; numbers of each query [B, H, T]. `lse` is the base-2 logarithm of the
+divisor of a query's exponentials, including the linear terms' share: exp2(logit2 - lse) is the weight of a key before the window factor.
+The row's maximum is a constant of the op, as in the forward pass.
 """
 
 # mypy: disable-error-code="no-untyped-def"

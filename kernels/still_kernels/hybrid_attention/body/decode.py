@@ -1,6 +1,6 @@
-"""The short branch: one new token in every row, and no chunk is promoted. Node count is what it costs, so it has few.
+"""The short branch: one new token in every row and no promotion. Its cost is the number of nodes, so it has few.
 
-Everything that depends on counts only stands outside the branch, see Layer.
+Everything that depends only on counts is outside the branch, see Layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from still_kernels.hybrid_attention.body.saliency import self_saliency
 
 
 class DecodeIndex:
-    """Index tensors of a decode step, `condition` for one; S = 2C slots of the ring."""
+    """Index tensors of a decode step, and `condition`, true for one; S = 2C slots of the ring."""
 
     def __init__(self, layer: Layer) -> None:
         b, chunk = layer.scope, layer.chunk
@@ -22,7 +22,7 @@ class DecodeIndex:
         # No promotion in this row, and not position 0, which is alone in its window.
         early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
         waits = b("Or", b("Greater", offset, 0), early)
-        # Negative lengths are the general branch's to refuse.
+        # The general branch refuses negative lengths.
         plain = b.all_of(waits, b("Equal", "new_tokens", 1), b("GreaterOrEqual", "past_length", 0))
         plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
         self.condition = b("Equal", b.dim("query", 1), plain)
@@ -47,23 +47,23 @@ class DecodeIndex:
             parts = (b.reshape(row, -1, 1, 1), b.reshape(head, 1, -1, 1), slot_flat)
             return b("Concat", *(b("Expand", part, shape) for part in parts), axis=2)
 
-        # Row, head and slot, as ScatterND takes new keys [B, 1, HK, D] and scores [B, H, 1, 1].
+        # Row, head and slot, as ScatterND indices of new keys [B, 1, HK, D] and scores [B, H, 1, 1].
         self.ring_index = b.unsqueeze(index(layer.kv_heads), 1)
         self.score_index = b.unsqueeze(index(layer.heads), 2, 3)
         self.own_index = b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1))  # slot of the new token
         self.own = b("Equal", age, 0)  # column is the new token, bool [B, 1, 1, S]
         self.rest = layer.mask(b, self.others)
-        self.held = b.reshape(layer.held_rows(b), -1, 1, 1, 1)  # salient rows cached
+        self.held = b.reshape(layer.held_rows(b), -1, 1, 1, 1)  # number of cached salient rows
 
 
 def write_decode(b: Scope, layer: Layer, index: DecodeIndex, outputs: dict[str, str]) -> None:
-    """Write the branch; `outputs` maps each output of the op to the name it must get."""
+    """Write the branch; `outputs` maps each output of the op to its name."""
     chunk = layer.chunk
     rows = (0, layer.heads, 1, layer.dim)
     query = layer.wide(b, b.reshape("query", *rows))
     scaled = b("Mul", query, layer.weights["scale"])
 
-    # Each ring has one writer, and its readers read what it wrote.
+    # Each ring has one writer, and its readers use the writer's output.
     ring = {}
     for name in ("key", "value"):
         out = outputs[f"present_window_{name}"]

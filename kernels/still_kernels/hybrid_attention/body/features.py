@@ -15,8 +15,7 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
         x: [..., D] float32.
         weight: [..., D, P], broadcast against x.
         lead: Dimensions of the result before F, for the final reshape of the two-sided maps.
-
-        rows: 1 where x has one row (dimension -2), else 0.
+        rows: 1 if x has one row (dimension -2), else 0.
 
     Returns:
         [*lead, F].
@@ -29,12 +28,12 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
     if name == "np_softmax_pm":
         ratio = b("ReduceL2", x, [-1])
         if rows == 1:
-            # One node for three; slower than they are on many rows. 0 stays 0.
+            # One node instead of three; slower on many rows. 0 stays 0.
             direction = b("LpNormalization", direction, axis=-1, p=2)
         else:
             ratio = b("Div", ratio, b("Max", b("ReduceL2", direction, [-1]), FEATURE_FLOOR))
     if name in ("np_softmax_pm", "softmax_pm"):
-        # Both signs on an axis of their own: one softmax for the two.
+        # Both signs on a separate axis: one softmax for the two.
         sign: str = b.constant([[1.0], [-1.0]], "float32")
         if name == "np_softmax_pm":
             sign = b("Mul", ratio if rows == 1 else b.unsqueeze(ratio, -2), sign)

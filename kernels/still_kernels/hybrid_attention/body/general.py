@@ -1,8 +1,8 @@
 """The general branch: any number of new tokens, any split, ragged rows; vectorised over chunks.
 
-The same plan as the PyTorch form: each row's tokens lie on a grid of `chunks` chunks that starts at its current chunk
+Same plan as the PyTorch form: each row's tokens are on a grid of `chunks` chunks that starts at its current chunk
 c0 = past_length // C; keys come from chunks c0-2 on; aligned chunk j (absolute c0-2+j) is promoted for grid chunk j.
-Query heads stay beside their key/value head, [B, HK, G, ...]: MatMul broadcasts keys over G without a copy.
+Query heads are grouped by key/value head, [B, HK, G, ...]: MatMul broadcasts keys over G without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from still_kernels.hybrid_attention.body.salient import Salient
 from still_kernels.hybrid_attention.body.window import Window
 
 Split = tuple[str | int, ...]
-"""Shape that takes the grid's cells apart: [B, HK, G, chunks, R, -1]."""
+"""Shape that splits the grid's cells: [B, HK, G, chunks, R, -1]."""
 
 
 class General:
@@ -29,7 +29,7 @@ class General:
         self.split: Split = (0, layer.kv_heads, layer.group, self.grid.chunks, self.grid.rows, -1)
 
     def write(self, outputs: dict[str, str]) -> None:
-        """Write all nodes; `outputs` maps each output of the op to the name it must get."""
+        """Write all nodes; `outputs` maps each output of the op to its name."""
         b, layer, grid = self.b, self.layer, self.grid
         query = grid.on_grid("query")  # [B, H, cells, D]
         scaled = b("Mul", query, layer.weights["scale"])
@@ -70,7 +70,7 @@ class General:
         salient.write_present(keys, values, outputs)
 
     def _soft(self, logits: str, mask: str, value: str) -> tuple[str, str, str]:
-        """Softmax pieces: true maximum, largest probability (1 / sum of e^(s - max)), normalised mix of values."""
+        """Softmax parts: maximum, largest probability (1 / sum of e^(s - max)), normalised mix of values."""
         b = self.b
         logits = b("Add", logits, mask)
         p = b("Softmax", logits, axis=-1)
@@ -79,14 +79,14 @@ class General:
     def _with_cache(
         self, soft: tuple[str, str, str], scaled: str, keys: str, values: str, salient: Salient
     ) -> tuple[str, str]:
-        """Numerator and denominator of the softmax: the window's pieces with those of the salient tokens, if there are any."""
+        """Numerator and denominator of the softmax over the window and the salient tokens, if there are any."""
         b, layer, grid = self.b, self.layer, self.grid
         own_max, weight, value = soft
         if not layer.salient:
             denominator = b("Reciprocal", weight)
             return b("Mul", denominator, value), denominator
         mask = salient.mask()
-        q_rows = b.reshape(scaled, 0, layer.select_heads, -1, layer.dim)  # heads of one selection side by side
+        q_rows = b.reshape(scaled, 0, layer.select_heads, -1, layer.dim)  # heads of one selection as rows
         logits = b("MatMul", q_rows, b("Transpose", keys, perm=[0, 1, 3, 2]))
         shape = (0, layer.select_heads, -1, grid.chunks, grid.rows, b.dim(logits, 3))
         logits = b("Add", b.reshape(logits, *shape), mask)

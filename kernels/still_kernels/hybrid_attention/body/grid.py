@@ -1,4 +1,4 @@
-"""The grid of a call: where its tokens and keys lie, and how rows move between them."""
+"""The grid of a call: positions of its tokens and keys, and copies between them."""
 
 from __future__ import annotations
 

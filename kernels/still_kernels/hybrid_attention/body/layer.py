@@ -1,4 +1,4 @@
-"""What all parts of the body share: attributes of the node, dimensions, positions."""
+"""Shared parts of the body: attributes of the node, dimensions, positions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from still_graphs.functions.builder import FLOAT, Scope
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 
 MASKED = -1e30
-"""Added to a logit that must not count: far below any logit, and finite so that a row of nothing else stays free of NaN."""
+"""Added to masked logits: far below any logit, and finite, so that a row with only masked ones has no NaN."""
 
 
 class Layer:
     """One node: its attributes as Python values, its dimensions and frequent index tensors as values of the outermost scope.
 
-    Index tensors that depend on past_length and new_tokens only are built outside the branches: they are equal in all layers, and
-    a runtime that eliminates common subexpressions computes them once per step.
+    Index tensors that depend only on past_length and new_tokens are outside the branches. They are equal in all layers, so a runtime that
+    eliminates common subexpressions computes them once per step.
     """
 
     def __init__(self, node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], scope: Scope) -> None:
-        """Read `node`; absent attributes have their defaults. `dims` are the OpSpec's symbols that do not vary."""
+        """Read `node`; absent attributes have their defaults. `dims` are the OpSpec's symbols with fixed values."""
         values = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
         for attribute in node.attribute:
             value = helper.get_attribute_value(attribute)
@@ -39,7 +39,7 @@ class Layer:
         self.heads, self.kv_heads, self.dim = dims["H"], dims["HK"], dims["D"]
         self.features, self.weight_heads = dims["F"], dims["WH"]
         self.batch = scope.dim("past_length", 0)
-        # A vector, not a scalar: fused into MatMul as a factor it would cost the fast path for one row.
+        # A vector, not a scalar: as a factor fused into MatMul a scalar would lose the fast path for one row.
         self.weights = {"scale": scope.constant([self.dim**-0.5] * self.dim, "float32")}
         for name in ("q", "k"):
             # [H or 1, D, P]: constants, folded when the model is loaded.
@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def per_query_head(self) -> bool:
-        """Each query head has a selection of its own."""
+        """Whether each query head has its own selection."""
         return self.scope_kind == "q_head"
 
     @property
@@ -73,6 +73,6 @@ class Layer:
         return b("Where", visible, 0.0, MASKED)
 
     def held_rows(self, b: Scope) -> str:
-        """Salient rows cached before the call, int64 [B]: k for every chunk that was promoted (the cache may hold fewer)."""
+        """Number of salient rows cached before the call, int64 [B]: k for every promoted chunk (the cache may have fewer)."""
         chunks = b("Sub", b("Div", b("Add", "past_length", self.chunk - 1), self.chunk), 2)
         return b("Mul", b("Max", chunks, 0), self.salient)

@@ -1,4 +1,4 @@
-"""What leaves the window and is not salient, or leaves the salient cache: the linear state S, z."""
+"""The linear state S, z: tokens that leave the window without being salient, or that leave the salient cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class LinearState:
         self.weight_k = scope.reshape(layer.weights["k"], *heads, layer.dim, -1)
 
     def folded(self, folded: str, keys: str, values: str) -> tuple[str, str]:
-        """What the rows `folded` [B, chunks, M] of keys and values add to S [B, HK, G, chunks, F, D] and z [B, HK, G, chunks, F, 1]."""
+        """Contribution of the rows `folded` [B, chunks, M] of keys and values to S [B, HK, G, chunks, F, D] and z [B, HK, G, chunks,
+        F, 1]."""
         b, layer, grid = self.b, self.layer, self.grid
         leaves = b.cast(folded, FLOAT)
-        # Each entry leaves once, at most k a chunk.
+        # Each entry leaves once, at most k per chunk.
         most = b("Mul", grid.chunks, layer.salient)
         _, index = b.multi("TopK", b("ReduceMax", leaves, [1], keepdims=0), most, out=2)  # [B, Q]
         group = layer.group if layer.per_query_head else 1
@@ -45,11 +46,11 @@ class LinearState:
     def promote(
         self, k: str, v: str, salient: Salient, folded: tuple[str, str] | None, outputs: dict[str, str]
     ) -> tuple[str, str]:
-        """S and z that each grid chunk sees, [B, HK, G, chunks, F, D] and [B, HK, G, chunks, F]; the last become present.
+        """S and z for each grid chunk, [B, HK, G, chunks, F, D] and [B, HK, G, chunks, F]; the last ones become present.
 
         Args:
             k, v: Chunks that may be promoted, [B, HK, chunks * C, D].
-            folded: What entries that leave the cache add.
+            folded: Contribution of entries that leave the cache.
         """
         b, layer, grid = self.b, self.layer, self.grid
         chunk = layer.chunk

@@ -26,10 +26,10 @@ def self_saliency(
     Args:
         logits: Scaled, [..., W].
         own: The token's own logit, [..., 1].
-        others: Columns of its window without its own, bool, broadcast against `logits`.
-        alone: No other token, bool, broadcast against [..., 1]; "" where every token has company.
+        others: Columns of its window except its own, bool, broadcast against `logits`.
+        alone: No other token, bool, broadcast against [..., 1]; "" if every token has others.
         own_column: The token's own column, bool. last_slot: Columns in slot C-1 (position mod C), bool.
-        rest_mask: `others` as a mask, where the caller has it.
+        rest_mask: `others` as a mask, if the caller has it.
 
     Returns:
         [..., 1].

@@ -1,4 +1,4 @@
-"""The salient tokens: which are selected, what the softmax sees of the cache, the cache after the call."""
+"""The salient tokens: selection, part of the cache in the softmax, and the cache after the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_kernels.hybrid_attention.body.layer import Layer
 class Salient:
     """Selection and cache of a call.
 
-    promoted: Grid chunks that begin within the call and so promote the chunk two before, bool [B, chunks].
+    promoted: Grid chunks that begin within the call and so promote the second chunk before, bool [B, chunks].
     selection: Offsets of the salient tokens, ascending, int64 [B, HS, chunks, k]; "" with k = 0.
     next_selection: The same one chunk later, with a sliding window.
     """
@@ -27,7 +27,7 @@ class Salient:
             self._select(scores)
 
     def _promoted(self) -> str:
-        """Grid chunks that begin within the call and so promote the chunk two before, bool [B, chunks]."""
+        """Grid chunks that begin within the call and so promote the second chunk before, bool [B, chunks]."""
         b, grid = self.b, self.grid
         begin = b("Mul", grid.number, self.layer.chunk)
         return b.all_of(
@@ -35,13 +35,13 @@ class Salient:
         )
 
     def _select(self, scores: str) -> None:
-        """By scores [B, H, chunks, C], of one chunk more with a sliding window."""
+        """The selection by scores [B, H, chunks, C], with one more chunk for a sliding window."""
         b, layer = self.b, self.layer
         if not layer.per_query_head:
             grouped = b.reshape(scores, 0, layer.kv_heads, layer.group, -1, layer.chunk)
             reduce = "ReduceMax" if layer.scope_kind == "kv_group_max" else "ReduceMean"
             scores = b(reduce, grouped, [2], keepdims=0)
-        _, best = b.multi("TopK", scores, [layer.salient], out=2)  # of equals the lower offset
+        _, best = b.multi("TopK", scores, [layer.salient], out=2)  # the lower offset first if equal
         selection = b.multi("TopK", best, [layer.salient], out=2, largest=0)[0]
         if layer.local == "sliding":
             self.next_selection = b("Slice", selection, [1], [2**31], [2])
@@ -56,7 +56,7 @@ class Salient:
         return b("ScatterElements", b("Expand", other, shape), selection, values, axis=3)
 
     def rows(self, x: str) -> str:
-        """Rows of x [B, HK, chunks * C, D] that are selected, [B, HS, chunks, k, D]."""
+        """Selected rows of x [B, HK, chunks * C, D], [B, HS, chunks, k, D]."""
         index = self._index
         return self.b("Gather", self.b.reshape(x, -1, self.layer.dim), index, axis=0)
 
@@ -82,13 +82,13 @@ class Salient:
 
     @cached_property
     def _used(self) -> str:
-        """U: cached rows that some row of the batch has, at most N, int64 [1]; N where the overflow policy folds."""
+        """U, cached rows in use by any row of the batch, at most N, int64 [1]; N if the overflow policy folds."""
         slots = self.b.dim("past_salient_key", 2)
         return slots if self.folds else self.b("Min", self.b("ReduceMax", self._held, keepdims=1), slots)
 
     @cached_property
     def _entered(self) -> str:
-        """Cached and new rows that have come by each grid chunk, bool [B, chunks, U + k * chunks]."""
+        """Cached and new rows that have been added by each grid chunk, bool [B, chunks, U + k * chunks]."""
         b, layer, grid = self.b, self.layer, self.grid
         used = self._used
         cached = b("Less", b.arange(used), b.unsqueeze(self._held, 1))  # [B, U]
@@ -100,7 +100,7 @@ class Salient:
 
     @cached_property
     def _ring(self) -> str:
-        """Chunks that the cache of a folding policy has room for, int64 [1]: rank r of chunk c lies in slot k * (c mod it) + r."""
+        """Chunks that fit into the cache of a folding policy, int64 [1]: rank r of chunk c is in slot k * (c mod it) + r."""
         return self.b("Div", self.b.dim("past_salient_key", 2), self.layer.salient)
 
     @cached_property
@@ -117,9 +117,7 @@ class Salient:
         b, k = self.b, self.layer.salient
         lane, ring = b("Div", b.arange(self._used), k), b("Max", self._ring, 1)
         last = b("Sub", b.unsqueeze(b("Div", self._held, k), 1), 1)  # [B, 1]
-        cached = b(
-            "Add", lane, b("Mul", b("Div", b("Sub", last, lane), ring), ring)
-        )  # the latest that was written to a slot
+        cached = b("Add", lane, b("Mul", b("Div", b("Sub", last, lane), ring), ring))  # the latest written to a slot
         column = b("Div", b.arange(b("Mul", self.grid.chunks, k)), k)
         fresh = b("Gather", b("Sub", self.grid.number, 2), column, axis=1)
         return b.unsqueeze(b("Concat", cached, fresh, axis=1), 1)
@@ -131,20 +129,20 @@ class Salient:
         return b.all_of(self._entered, leaves, b.unsqueeze(self.promoted, 2))
 
     def mask(self) -> str:
-        """Which cached and new rows each grid chunk sees, as a mask [B, 1, 1, chunks, 1, U + k * chunks]."""
+        """Mask of cached and new rows for each grid chunk, [B, 1, 1, chunks, 1, U + k * chunks]."""
         b, visible = self.b, self._entered
         if self.folds:
             visible = b("And", visible, b("GreaterOrEqual", self._age, b.unsqueeze(self._first, 2)))
         return self.layer.mask(b, b.unsqueeze(visible, 1, 2, 4))
 
     def write_present(self, keys: str, values: str, outputs: dict[str, str]) -> None:
-        """Write the rows of promoted chunks to their slots; nothing else of the cache is touched."""
+        """Write the rows of promoted chunks to their slots; the rest of the cache is unchanged."""
         b, layer, grid = self.b, self.layer, self.grid
         if not layer.salient:
             for name in ("salient_key", "salient_value"):
                 b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
             return
-        # Rows come from the concatenation with the cache: whoever writes in place does so after the cache was read.
+        # Rows come from the concatenation with the cache, so an in-place write follows the read of the cache.
         count = b("Mul", grid.chunks, layer.salient)
         chunk, taken = b("Sub", grid.number, 2), self.promoted  # [B, chunks]
         if self.folds:

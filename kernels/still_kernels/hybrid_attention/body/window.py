@@ -1,4 +1,4 @@
-"""The window of each grid chunk: its columns, its scores, the softmax's part of it, the rings after the call."""
+"""The window of each grid chunk: its columns, its scores, its part of the softmax, the rings after the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from still_kernels.hybrid_attention.body.salient import Salient
 
 
 class Window:
-    """Grid chunk j sees aligned chunks j + 1 and j + 2: columns 0 ... 2C - 1.
+    """Grid chunk j reads aligned chunks j + 1 and j + 2: columns 0 ... 2C - 1.
 
     length: Rows of `keys` and `values`, cat([ring, new tokens, a row of zeros]), [1].
     """
@@ -22,7 +22,7 @@ class Window:
         self.values = self._joined("past_window_value", "value")
 
     def _joined(self, ring: str, fresh: str) -> str:
-        """[B, HK, 2C + T + 1, D]: ring, new tokens, and a row of zeros for positions that hold nothing."""
+        """[B, HK, 2C + T + 1, D]: ring, new tokens, and a row of zeros for empty positions."""
         b, layer = self.b, self.layer
         zeros = layer.narrow(b, b("Expand", 0.0, b.shape(layer.batch, layer.kv_heads, 1, layer.dim)))
         return b("Concat", ring, b("Transpose", fresh, perm=[0, 2, 1, 3]), zeros, axis=2)
@@ -41,7 +41,7 @@ class Window:
         return layer.wide(self.b, self.grid.gather(both, index, layer.kv_heads, self.length, layer.dim))
 
     def number_columns(self) -> None:
-        """Columns, rows and chunks as shapes of logits, for what follows."""
+        """Set columns, rows and chunks in the shapes of logits."""
         b, grid = self.b, self.grid
         self.column = b.arange(2 * self.layer.chunk)
         self.row = b.unsqueeze(b.unsqueeze(grid.row, 1), 3)  # [B, 1, R, 1]
@@ -99,7 +99,7 @@ class Window:
         return visible, b("And", causal, b("Not", visible))
 
     def join_scores(self, scores: str) -> None:
-        """Keep the grid's scores [B, H, cells] behind those of the ring: [B, H, 2C + cells]."""
+        """The ring's scores followed by the grid's [B, H, cells]: [B, H, 2C + cells]."""
         b = self.b
         self.all_scores = b("Concat", "past_window_score", scores, axis=2)
         self.score_length = b("Add", self.grid.cells, 2 * self.layer.chunk)
@@ -123,7 +123,7 @@ class Window:
         return b.reshape(picked, 0, 0, -1, layer.chunk)
 
     def write_present(self, outputs: dict[str, str]) -> None:
-        """Rings after the call: each slot holds its latest position, or what it held."""
+        """Rings after the call: each slot has its latest position, or its old value."""
         b, layer, grid = self.b, self.layer, self.grid
         slots = 2 * layer.chunk
         slot = b.arange(slots)

@@ -27,7 +27,7 @@ inline void floored_softmax(float const* x, int n, float sign, float* out)
     }
 }
 
-// phi [F] from a row's projection [P], which is overwritten, and the row's own norm.
+// phi [F] from a row's projection [P], which is overwritten, and the row's norm.
 inline void map_row(Layer const& layer, float* direction, float norm, float* phi)
 {
     int const n = layer.rows;
@@ -61,7 +61,7 @@ inline void map_row(Layer const& layer, float* direction, float norm, float* phi
     }
 }
 
-// Score of a token from the logits of its window: `own` and the `count` tokens before it, of which the last has slot own_slot - 1.
+// Score of a token from the logits of its window: `own` and the `count` tokens before it, the last of which has slot own_slot - 1.
 inline float saliency(Layer const& layer, float const* others, int count, float own, int own_slot)
 {
     if (count == 0)

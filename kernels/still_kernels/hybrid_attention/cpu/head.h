@@ -1,4 +1,4 @@
-// One head of one sequence in a step: where its data lies, its features, its share of the linear state, its output.
+// One head of one sequence in a step: location of its data, its features, its share of the linear state, its output.
 #pragma once
 
 #include "cpu/common/elements.h"
@@ -12,14 +12,14 @@ using still_cpu::hybrid::Piece;
 using still_cpu::hybrid::Task;
 using still_cpu::hybrid::Tensors;
 
-// What one head of one sequence reads and writes; S is the type of window and cache.
+// Data of one head of one sequence; S is the type of window and cache.
 template <typename T, typename S>
 struct Head
 {
     Layer const& l;
     Tensors const& x;
     Piece const& s;
-    int head, kv_head, current, previous; // the two latter: first slot of the chunks in the ring
+    int head, kv_head, current, previous; // current, previous: first slot of the chunks in the ring
     float factor;                         // of logits
 
     explicit Head(Task const& task)
@@ -83,7 +83,7 @@ struct Head
         return phi;
     }
 
-    // Adds `count` keys and values to the linear state, but those marked.
+    // Adds `count` keys and values to the linear state, except marked ones.
     void add_linear(Kept const& keys, Kept const& values, int64_t first, int count, uint8_t const* except, Room room) const
     {
         int64_t k_stride, v_stride;
@@ -95,7 +95,7 @@ struct Head
             for (int i = 0; i < count; ++i)
                 if (except[i])
                     std::memset(phi + static_cast<int64_t>(i) * l.features, 0, sizeof(float) * static_cast<unsigned>(l.features));
-        for (int f = 0; f < l.features; ++f) // what is added alike is summed first: else each would err by the last place of all
+        for (int f = 0; f < l.features; ++f) // sum the additions first: otherwise each rounds at the total's last place
         {
             float sum = 0;
             for (int i = 0; i < count; ++i)

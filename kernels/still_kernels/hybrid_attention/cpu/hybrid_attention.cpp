@@ -12,7 +12,7 @@ namespace still_cpu::hybrid
 namespace
 {
 
-// A call, and the pieces of it that are being worked on.
+// A call, and its current pieces.
 struct Call
 {
     Layer const& layer;
@@ -20,7 +20,7 @@ struct Call
     Kernels const& kernels;
     Host& host;
     int batch;
-    Piece* pieces = nullptr; // rows that take part
+    Piece* pieces = nullptr; // participating rows
     int count = 0;
     int most_tasks = 0; // of one head of one sequence, blocks or parts
     // Scratch.
@@ -30,7 +30,7 @@ struct Call
     int parts = 0;
     uint8_t* leaving = nullptr;  // [B, HS, C]
     uint8_t* previous = nullptr; // [B, HS, C]
-    int64_t* done = nullptr;     // tokens, [B]
+    int64_t* done = nullptr;     // processed tokens, [B]
     int* folded = nullptr;       // [B, HS]
     char* folded_keys = nullptr; // [B, HS, k, D]
     char* folded_values = nullptr;
@@ -41,12 +41,12 @@ struct Call
     {
         return static_cast<size_t>(s.row) * static_cast<size_t>(layer.select_heads()) + static_cast<size_t>(head);
     }
-    // Of the folded keys of one selection head.
+    // Bytes of the folded keys of one selection head.
     size_t block_bytes() const
     {
         return static_cast<size_t>(layer.salient) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.kept_size());
     }
-    // Where folded keys and values of one selection head go.
+    // Location of folded keys and values of one selection head.
     Kept folded_rows(char* rows, size_t own, bool values) const
     {
         size_t const scales = (own * 2 + (values ? 1 : 0)) * static_cast<size_t>(layer.salient);
@@ -61,14 +61,14 @@ struct Call
     }
 };
 
-constexpr int64_t kFewTokens = 8; // of a sequence in a call: up to so many are computed as calls of one token compute them, bit for bit
+constexpr int64_t kFewTokens = 8; // of a sequence in a call: up to this many give the bits of calls of one token
 
 int part_count(Piece const& s)
 {
     return static_cast<int>(std::max<int64_t>(1, (s.held + kPartSlots - 1) / kPartSlots));
 }
 
-// A step's only token, with a kernel of its own.
+// Whether the piece is a step's only token, which has its own kernel.
 bool single(Layer const& l, Piece const& s)
 {
     return s.count == 1 && !l.sliding;
@@ -158,7 +158,7 @@ void combine(Call& call, size_t index, size_t lane)
                 + (static_cast<size_t>(s.row) * heads + index % heads) * static_cast<size_t>(call.parts) * partial_size(call.layer));
 }
 
-// Plans the next step of every sequence; false when all sequences are done.
+// Plans the next step of every sequence; false if all sequences are complete.
 bool next_step(Call& call, int64_t const* past, int64_t const* brought)
 {
     int64_t* const done = call.done;
@@ -201,7 +201,7 @@ void run_step(Call& call)
         spread(call, rows * static_cast<size_t>(l.select_heads()), select);
     if (promotes)
         spread(call, rows * heads, promote);
-    // From here on the leaving chunk's slots belong to the new one.
+    // From here the leaving chunk's slots belong to the new chunk.
     size_t const rings = rows * static_cast<size_t>(l.kv_heads);
     if (alone)
         for (size_t i = 0; i < rings; ++i)

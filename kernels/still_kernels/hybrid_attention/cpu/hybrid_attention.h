@@ -1,8 +1,8 @@
-// One layer of hybrid attention on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
+// One layer of hybrid attention on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to run parallel tasks.
 //
-// A call is cut into steps that end at chunk boundaries. A step promotes the chunk that leaves the window (if one does), writes the
-// new keys and values into the ring, and attends. So one state machine serves prefill and decode, any split and ragged rows; the
-// state is written in place, and a host whose past and present are different buffers copies first.
+// A call is split into steps at chunk boundaries. A step promotes the chunk that leaves the window, if one does, writes the
+// new keys and values into the ring, and attends. One state machine thus serves prefill and decode, any split and ragged rows. The
+// state is written in place; a host with different past and present buffers copies first.
 #pragma once
 
 #include <cstddef>
@@ -91,29 +91,29 @@ struct Tensors
     int64_t tokens; // T
 };
 
-// The tokens that one row brings to a step: they lie in one chunk.
+// The tokens of one row in a step; all in one chunk.
 struct Piece
 {
     int row;
     int64_t chunk; // absolute
-    int64_t token; // first one, of the sequence's new tokens
-    int offset;    // first one's place in the chunk
+    int64_t token; // first one, among the sequence's new tokens
+    int offset;    // the first one's place in the chunk
     int count;
     bool promotes; // chunk - 2 leaves the window
-    int64_t held;  // salient slots in use once that is done
+    int64_t held;  // salient slots in use after the promotion
 };
 
-// Run the call. `past` and `brought` are the rows' lengths and new tokens; output and all states are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks.
+// Runs the call. `past` and `brought` are the rows' lengths and new tokens; output and all states are complete afterwards.
+// The result depends neither on the host's threads nor on the order of tasks.
 void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
-constexpr int kBlockRows = 32;  // query rows of one task: two for a chunk of 64, so that few heads occupy an even number of threads
-constexpr int kTileKeys = 128;  // cached keys of one tile: with their transpose and logits they stay in the second cache
+constexpr int kBlockRows = 32;  // query rows of one task: two tasks for a chunk of 64, so that few heads use an even number of threads
+constexpr int kTileKeys = 128;  // cached keys of one tile, which fits into the L2 cache with its transpose and logits
 constexpr int kPartSlots = 256; // cached slots of one task in a step of one token
 
-// Tokens that leave a full cache and go to the linear state; one per selection head.
+// Tokens that leave a full cache for the linear state; one per selection head.
 struct Folded
 {
     Kept keys; // [count, D]
@@ -121,14 +121,14 @@ struct Folded
     int count;
 };
 
-// What a task works with.
+// Data of a task.
 struct Task
 {
     Layer const* layer;
     Tensors const* tensors;
     Piece const* piece;
     int head;
-    uint8_t const* leaving_salient;  // of the chunk that is promoted, [C]: stays in softmax
+    uint8_t const* leaving_salient;  // of the promoted chunk, [C]: stays in softmax
     uint8_t const* previous_salient; // of the previous chunk, [C]; sliding windows only
     Folded folded;
     float* room; // of the task's thread
@@ -136,17 +136,17 @@ struct Task
 
 struct Kernels
 {
-    // Floats that `Task::room` must have.
+    // Floats required in `Task::room`.
     size_t (*room)(Layer const& layer);
     // Adds the promoted chunk's other tokens, and folded ones, to the linear state of one head.
     void (*promote)(Task const& task);
-    // Attention of `rows` tokens of the step from `first` on, for one head.
+    // Attention of `rows` tokens of the step from `first`, for one head.
     void (*attend)(Task const& task, int first, int rows);
-    // Attention of a step's only token for one head. Part 0 has window, linear state and the first slots, the others more slots.
-    // Writes the output where there is one part, else what `combine` needs into partial[part].
+    // Attention of a step's only token for one head. Part 0 has window, linear state and the first slots; the others have further slots.
+    // Writes the output if there is one part, else the inputs of `combine` to partial[part].
     void (*attend_part)(Task const& task, int part, int parts, float* partial);
     void (*combine)(Task const& task, int parts, float const* partial);
-    // Writes a row of `count` floats; null where window and cache are of the activations' type.
+    // Writes a row of `count` floats; null if window and cache have the activations' type.
     void (*keep)(void const* from, int count, Kept const& to, int64_t row);
 };
 

@@ -27,13 +27,13 @@ template <typename T, typename S>
 void promote(Task const& task)
 {
     Head<T, S> const h(task);
-    // The leaving chunk lies where the new one will.
+    // The leaving chunk is where the new one will be.
     h.add_linear(h.x.window_key, h.x.window_value, h.ring(h.current), h.l.chunk, task.leaving_salient, Room{task.room});
     if (task.folded.count)
         h.add_linear(task.folded.keys, task.folded.values, 0, task.folded.count, nullptr, Room{task.room});
 }
 
-// A block of rows on its way: maximum and sum of each row's softmax terms, and their weighted values.
+// Running softmax of a block of rows: maximum and sum of each row's terms, and their weighted values.
 struct Softmax
 {
     float* top;
@@ -41,7 +41,7 @@ struct Softmax
     float* values; // [rows, D]
 };
 
-// Logits of a row to its window, [previous chunk, current chunk]: the score, then e^(logit - maximum) with 0 where nothing is seen.
+// Logits of a row to its window, [previous chunk, current chunk]: the score, then e^(logit - maximum) with 0 for masked keys.
 template <typename T, typename S>
 void attend_window_row(Head<T, S> const& h, float* logits, int end, int place, uint8_t const* chosen, float& top, float& total)
 {
@@ -70,7 +70,7 @@ void attend_window(
 {
     Layer const& l = h.l;
     int const start = h.s.offset + first, seen = start + rows, end = l.chunk + seen, wide = round_up(end, kLanes);
-    bool const whole = l.chunk % kLanes == 0; // padding of the logits then lies behind the last of them
+    bool const whole = l.chunk % kLanes == 0; // padding of the logits then follows the last of them
     float* const turned = room.take(static_cast<int64_t>(l.dim) * round_up(l.chunk, kLanes));
     float* const logits = room.take(static_cast<int64_t>(rows) * wide);
     float* const copy = room.take(static_cast<int64_t>(l.chunk) * l.dim);
@@ -94,7 +94,7 @@ void attend_window(
     }
 }
 
-// Adds cached tokens, tile by tile, with queries as columns; what the window gave and they move to a common maximum.
+// Adds cached tokens, tile by tile, with queries as columns; rescales them and the window's terms to a common maximum.
 template <typename T, typename S>
 void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int rows, Softmax& softmax, Room room)
 {
@@ -135,7 +135,7 @@ void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int row
     }
 }
 
-// A sliding window leaves tokens of the ring to the linear part that are not in the linear state yet.
+// Adds a sliding window's tokens to the linear part: those still in the ring but not yet in the linear state.
 template <typename T, typename S>
 void add_window_linear(
     Head<T, S> const& h, Task const& task, float const* phi, int first, int rows, float* linear, float* linear_mass, Room room)
@@ -223,7 +223,7 @@ void attend_part(Task const& task, int part, int parts, float* partial)
         dots(q, ring(h.x.window_key, h.current, place + 1), place + 1, l.dim, h.factor, logits + l.chunk);
         float near_top;
         attend_window_row(h, logits, near, place, nullptr, near_top, total);
-        if (top > near_top) // the window's terms move to the common maximum
+        if (top > near_top) // rescales the window's terms to the common maximum
         {
             float const shrink = exponential(near_top - top);
             scale(logits + first, near - first, shrink);
@@ -285,7 +285,7 @@ void combine(Task const& task, int parts, float const* partial)
 template <typename T>
 constexpr Kernels kTable{room, promote<T, T>, attend<T, T>, attend_part<T, T>, combine<T, T>, nullptr};
 
-// Beside float.
+// With float activations.
 template <typename S>
 constexpr Kernels kKept{room, promote<float, S>, attend<float, S>, attend_part<float, S>, combine<float, S>, keep<S>};
 

@@ -1,4 +1,4 @@
-// still::HybridAttention: from a node's attributes and a call's shapes to the layer that the kernels know.
+// still::HybridAttention: converts a node's attributes and a call's shapes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "hybrid_attention.h"
@@ -19,7 +19,7 @@ Layer read_attributes(still::Op const& op, bool half)
     Layer l{};
     l.chunk = integer(op, "chunk_size", 1);
     l.salient = integer(op, "salient_per_chunk", 0);
-    l.scope = static_cast<Scope>(choice(op, "select_scope")); // choices stand in the order of the enums
+    l.scope = static_cast<Scope>(choice(op, "select_scope")); // choices have the order of the enums
     l.saliency = static_cast<Saliency>(choice(op, "saliency"));
     l.map = static_cast<FeatureMap>(choice(op, "feature_map"));
     l.sliding = choice(op, "local") == 1;
@@ -34,7 +34,7 @@ Layer read_attributes(still::Op const& op, bool half)
     return l;
 }
 
-// Completes the layer by the shapes; throws where they contradict the attributes.
+// Adds the sizes from the shapes; throws if they contradict the attributes.
 Layer read_shapes(Layer layer, still::Call const& call)
 {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();

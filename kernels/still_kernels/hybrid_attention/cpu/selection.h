@@ -1,4 +1,4 @@
-// Which tokens of a chunk stay in softmax, and what becomes of a full cache. Scores and indices only; no vectors needed.
+// Selection of a chunk's salient tokens, and handling of a full cache. Only scores and indices, no vectors.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace still_cpu::hybrid
 {
 
-// What one selection head of one sequence works with.
+// Data of one selection head of one sequence.
 struct Selection
 {
     Layer const* layer;
@@ -38,7 +38,7 @@ inline void rank(Selection const& selection, int64_t chunk, float* ranked)
     }
 }
 
-// Marks the k tokens of `chunk` that score highest, in `salient` [C]; of equals the earlier one wins.
+// Marks the k tokens of `chunk` with the highest scores in `salient` [C]; the earlier one first if equal.
 inline void select_tokens(Selection const& selection, int64_t chunk, uint8_t* salient)
 {
     Layer const& l = *selection.layer;
@@ -55,7 +55,7 @@ inline void select_tokens(Selection const& selection, int64_t chunk, uint8_t* sa
     }
 }
 
-// Row `from` of one state as row `to` of another, as it is.
+// Copies row `from` of one state to row `to` of another, without conversion.
 inline void copy_row(Kept const& source, int64_t from, Kept const& target, int64_t to, size_t bytes)
 {
     std::memcpy(static_cast<char*>(target.rows) + static_cast<size_t>(to) * bytes,
@@ -64,8 +64,8 @@ inline void copy_row(Kept const& source, int64_t from, Kept const& target, int64
         target.scales[to] = source.scales[from];
 }
 
-// Puts the marked tokens of `chunk`, which must lie in the ring, into the cache. Where it is full the oldest cached tokens are copied to
-// folded_keys and folded_values [k, D]; a cache without slots takes the marks away. Returns the number of folded tokens.
+// Copies the marked tokens of `chunk`, which must be in the ring, to the cache. If it is full the oldest cached tokens are first copied to
+// folded_keys and folded_values [k, D]; a cache without slots clears the marks. Returns the number of folded tokens.
 inline int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, Kept const& folded_keys, Kept const& folded_values)
 {
     Layer const& l = *selection.layer;
@@ -77,7 +77,7 @@ inline int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salien
         std::memset(salient, 0, static_cast<size_t>(l.chunk));
         return 0;
     }
-    // Rows of a chunk take k slots in turn; those of the chunk that lie there leave.
+    // Chunks use groups of k slots in rotation; the chunk that occupies them leaves.
     int64_t slot = head * slots + chunk * l.salient % slots;
     int64_t const head_of_group = selection.head / (l.select_heads() / l.kv_heads);
     int64_t const ring_slot = ((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk;

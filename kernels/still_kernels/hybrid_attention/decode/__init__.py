@@ -1,1 +1,1 @@
-"""The kernel of calls with one token, in Triton."""
+"""Triton kernels of calls with one token."""

@@ -1,9 +1,9 @@
-"""One token per row in one launch: salient splits, parts of the window and slices of S, merged by the last to arrive.
+"""One token per row in one launch: splits of the salient cache, parts of the window and slices of S, merged by the last program.
 
-Programs of one query head share a counter. Every program writes its partial result, then counts itself; the last one merges all
-partials of the head against the true maximum. The counters are zero between launches, so the launch can be captured in a CUDA
-graph. What a step costs beyond its bytes is a chain of dependent loads, so each role issues its loads together and reduces as
-little as it can.
+Programs of one query head share a counter. Every program writes its partial result, then increments the counter; the last one merges
+all partials of the head against the true maximum. The counters are zero between launches, so a CUDA graph can capture the launch.
+Besides memory traffic a step costs a chain of dependent loads, so each role issues its loads together and reduces as little as it
+can.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,4 +1,4 @@
-"""What the programs of the decode kernel compute before they meet: cache splits, parts of the window, rows on their way."""
+"""Roles of the decode kernel's programs before the merge: cache splits, parts of the window, promoted rows."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

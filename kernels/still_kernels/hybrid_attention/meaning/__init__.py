@@ -1,3 +1,3 @@
-"""Hybrid attention in PyTorch: the meaning, and forms in chunks and of whole sequences."""
+"""Hybrid attention in PyTorch: the definition, and forms in chunks and of whole sequences."""
 
 from __future__ import annotations

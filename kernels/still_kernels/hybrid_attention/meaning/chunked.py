@@ -1,7 +1,7 @@
 """The stateful form of hybrid attention in PyTorch, vectorised over chunks: any length, any split, ragged rows.
 
-Each row's new tokens are laid on a grid of chunks that starts at the row's current chunk c0 = length // C. Keys come from one
-aligned buffer per row, chunks c0-2 (which may still wait for promotion) to the last, gathered from the ring and the new tokens.
+Each row's new tokens are on a grid of chunks that starts at the row's current chunk c0 = length // C. Keys come from one
+aligned buffer per row, from chunk c0-2 (which may still wait for promotion) to the last, gathered from the ring and the new tokens.
 A chunk's contribution to S and z is computed once and reaches the queries by a prefix sum over chunks, delayed by two.
 """
 
@@ -22,15 +22,14 @@ from still_kernels.hybrid_attention.meaning.selection import Watch, group_scores
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 
 SEGMENT_TOKENS = 256
-"""Tokens of one pass; longer calls are cut. Bounds the per-chunk S, 4 GiB for 64K tokens of one Llama-8B layer, and what a cache must hold:
-4,097 tokens of a layer of SmolLM2 take 0.70 s on one core, 0.85 by 128, 1.01 by 1,024."""
+"""Tokens of one pass; longer calls are split. It bounds the per-chunk S (4 GiB for 64K tokens of one Llama-8B layer) and the processor
+caches' load: 4,097 tokens of a layer of SmolLM2 take 0.70 s on one core, 0.85 with 128, 1.01 with 1,024."""
 
 
 def chunked_hybrid_attention(
     inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, watch: Watch | None = None
 ) -> tuple[Tensor, HybridAttentionState]:
-    """Hybrid attention of new tokens after those that `state` has seen, which the call leaves as it is; `watch` may replace what is
-    selected.
+    """Hybrid attention of new tokens after those of `state`, which is not changed; `watch` may replace the selection.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding; and the state after the new tokens.
@@ -76,7 +75,7 @@ def _check_capacity(state: HybridAttentionState, new_tokens: Tensor, config: Hyb
 def _segment(
     inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, watch: Watch | None
 ) -> tuple[Tensor, HybridAttentionState]:
-    """One pass over at most SEGMENT_TOKENS tokens, with `new_tokens` and `window_factor` of the call given."""
+    """One pass over at most SEGMENT_TOKENS tokens; the call has `new_tokens` and `window_factor`."""
     assert inputs.new_tokens is not None
     wide, chunk = state.kv_state.dtype, config.chunk_size
     grid = Grid.of(chunk, inputs.query.shape[1], state.length, inputs.new_tokens)
@@ -123,7 +122,7 @@ def _segment(
 
 @dataclass(frozen=True)
 class Near:
-    """Which keys of its window a query may see.
+    """Keys of its window that a query may read.
 
     ahead: Key position minus query position, [B, R, 2C].
     causal: Keys up to the query's own, bool [B, chunks, R, 2C].
@@ -151,7 +150,7 @@ def _scores(logits: Tensor, near: Near, grid: Grid, config: HybridAttentionConfi
 
 
 def _routed(near: Near, selected: Tensor, grid: Grid, config: HybridAttentionConfig) -> tuple[Tensor, Tensor | None]:
-    """Keys of the window in the softmax, and with sliding attention those in the linear part, bool [B, H, chunks, R, 2C]."""
+    """Keys of the window in the softmax and, with sliding attention, those in the linear part, bool [B, H, chunks, R, 2C]."""
     chunk, causal, linear = config.chunk_size, near.causal[:, None], None
     softmax = causal.expand(-1, config.num_heads, -1, -1, -1)
     if config.local == "sliding":
@@ -170,7 +169,7 @@ def _routed(near: Near, selected: Tensor, grid: Grid, config: HybridAttentionCon
 
 def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, grid: Grid) -> tuple[Tensor, Tensor]:
     """Weighted values [B, H, chunks, R, D] and weights [..., 1] of cache and window, whose logits are -inf outside of the softmax."""
-    seen = promotion.visible.flatten(0, 2).any(0)  # a cache with room for more has many entries that nobody sees
+    seen = promotion.visible.flatten(0, 2).any(0)  # a large cache has many entries that no row reads
     keys, values, visible = promotion.keys[:, :, seen], promotion.values[:, :, seen], promotion.visible[..., seen]
     by_select_head = q.unflatten(1, (keys.shape[1], -1))
     salient = by_select_head @ keys.transpose(-1, -2)[:, :, None] * q.shape[3] ** -0.5
@@ -179,7 +178,7 @@ def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, gr
     row_max = logits.amax(-1, keepdim=True)
     if salient.shape[-1]:
         row_max = torch.maximum(row_max, salient.amax(-1, keepdim=True))
-    row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows see nothing
+    row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows read nothing
     weight, salient_weight = torch.exp(logits - row_max), torch.exp(salient - row_max)
     denominator = weight.sum(-1, keepdim=True) + salient_weight.sum(-1, keepdim=True)
     near = weight.unflatten(1, (v.shape[1], -1)) @ grid.windows(v)[:, :, None]

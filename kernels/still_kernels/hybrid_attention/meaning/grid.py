@@ -1,4 +1,4 @@
-"""Where the tokens of one pass lie: queries on a grid of chunks, keys in an aligned buffer."""
+"""Positions of the tokens of one pass: queries on a grid of chunks, keys in an aligned buffer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows of `x` [B, h, S, ...] at `index` [B, A], the same for every head: [B, h, A, ...]."""
-    # Whole rows are copied, three times as fast as a gather of single numbers.
+    # Copies whole rows, three times as fast as a gather of single numbers.
     return torch.stack([each.index_select(1, places) for each, places in zip(x, index, strict=True)])
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Positions of a pass of T tokens, of which each row of the batch brings `new` after `past`.
+    """Positions of a pass of T tokens; each row of the batch has `new` tokens after `past`.
 
-    A row's queries lie on `chunks` chunks of R grid rows from its current chunk c0 = past // C on; R is C, or 1 for a single token.
-    Its keys lie in an aligned buffer of A = C * (chunks + 2) positions that starts with chunk c0 - 2, which may wait for promotion.
+    A row's queries are on `chunks` chunks of R grid rows from its current chunk c0 = past // C on; R is C, or 1 for a single token. Its
+    keys are in an aligned buffer of A = C * (chunks + 2) positions that starts with chunk c0 - 2, which may wait for promotion.
 
     past, new: int64 [B].
     row: Row within its chunk of each grid row, [B, R].
@@ -40,7 +40,7 @@ class Grid:
     def of(cls, chunk_size: int, tokens: int, past: Tensor, new: Tensor) -> Grid:
         """The grid of a pass."""
         device, chunk, offset = past.device, chunk_size, (past % chunk_size)[:, None]
-        chunks = (int(offset.max()) + tokens - 1) // chunk + 1  # touched at most
+        chunks = (int(offset.max()) + tokens - 1) // chunk + 1  # most touched ones
         # A single token needs one row, not a chunk of them.
         row = offset if tokens == 1 else torch.arange(chunk, device=device).expand(past.shape[0], chunk)
         step = (torch.arange(chunks, device=device)[:, None] * chunk + row[:, None] - offset[:, None]).flatten(1)
@@ -64,17 +64,17 @@ class Grid:
 
     @property
     def in_call(self) -> Tensor:
-        """Grid rows that hold a new token, bool [B, chunks * R]."""
+        """Grid rows with a new token, bool [B, chunks * R]."""
         return (self.step >= 0) & (self.step < self.new[:, None])
 
     @property
     def seen(self) -> Tensor:
-        """Aligned positions that earlier calls brought, bool [B, A]."""
+        """Aligned positions of earlier calls, bool [B, A]."""
         return self.position < self.past[:, None]
 
     @property
     def held(self) -> Tensor:
-        """Aligned positions that have a key, in the ring or new, bool [B, A]."""
+        """Aligned positions with a key, in the ring or new, bool [B, A]."""
         past = self.past[:, None]
         oldest = past - 2 * self.chunk_size
         return (self.position >= 0) & (self.position >= oldest) & (self.position < past + self.new[:, None])
@@ -84,7 +84,7 @@ class Grid:
         return x.unflatten(2, (self.chunks, self.rows))
 
     def queries(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Tokens [B, T, h, D] on the grid, [B, h, chunks * R, D], 0 where there is none."""
+        """Tokens [B, T, h, D] on the grid, [B, h, chunks * R, D], 0 in empty rows."""
         found = gather_rows(x.transpose(1, 2), self.step.clamp(0, self.tokens - 1))
         return torch.where(self.in_call[:, None, :, None], found.to(dtype), 0)
 
@@ -106,7 +106,7 @@ class Grid:
         return torch.where(seen[:, None], gather_rows(ring, self.position % (2 * self.chunk_size)), new)
 
     def windows(self, x: Tensor) -> Tensor:
-        """Of aligned [B, h, A, ...] the previous and the current chunk of each query chunk, [B, h, chunks, 2C, ...]."""
+        """The previous and the current chunk of each query chunk, [B, h, chunks, 2C, ...], from aligned [B, h, A, ...]."""
         x = x.unflatten(2, (self.chunks + 2, self.chunk_size))
         return torch.cat([x[:, :, 1 : self.chunks + 1], x[:, :, 2:]], dim=3)
 

@@ -1,4 +1,4 @@
-"""What a call of hybrid attention reads, beside the layer's configuration and its state."""
+"""Inputs of a call of hybrid attention, besides the layer's configuration and its state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Inputs:
     key, value: [B, T, HK, D], key after RoPE.
     gate: After its sigmoid, [B, T, H, D], or None with gate="none".
     feature_q_weight, feature_k_weight: Projections, Householder folded in, [H, P, D] or [1, P, D].
-    new_tokens: Tokens that each row brings, the rest of the row is padding, int [B]; None = T for every row.
+    new_tokens: Number of new tokens of each row, the rest of the row is padding, int [B]; None = T for every row.
     window_factor: Weight of the softmax terms per head, [H]; None = that of the layer.
 
-    Packed tokens are [tokens, H or HK, D], and their counts those of a Packing.
+    Packed tokens are [tokens, H or HK, D], with counts in a Packing.
     """
 
     query: Tensor
@@ -36,15 +36,15 @@ class Inputs:
     window_factor: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them in order: `Inputs(*inputs.tensors())` is the same."""
+        """All tensors in order, so that `Inputs(*inputs.tensors())` is equal."""
         return tuple(vars(self).values())
 
     def wants_gradients(self) -> bool:
-        """Whether one of the tensors asks for gradients here."""
+        """Whether a tensor requires gradients and they are enabled."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors())
 
     def part(self, tokens: slice) -> Inputs:
-        """The same of some of the tokens; `new_tokens` stay as they are."""
+        """The inputs restricted to some tokens; `new_tokens` stay."""
         gate = None if self.gate is None else self.gate[:, tokens]
         return replace(
             self, query=self.query[:, tokens], key=self.key[:, tokens], value=self.value[:, tokens], gate=gate
@@ -94,6 +94,6 @@ class Inputs:
 
 @cache
 def _factor_tensor(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Window factors on a device; kept, because a copy from the host cannot be captured in a CUDA graph."""
-    with torch.inference_mode(False):  # kept for calls that differentiate, which take no tensor made for inference
+    """Window factors on a device. Cached, because a CUDA graph cannot capture a copy from the host."""
+    with torch.inference_mode(False):  # cached also for differentiated calls, which reject inference tensors
         return torch.tensor(values, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Promotion of chunks that leave the window: salient tokens to the cache, the others to the linear state."""
+"""Promotion of chunks that leave the window: salient tokens go to the cache, the others to the linear state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 
 @dataclass(frozen=True)
 class Promotion:
-    """What each chunk of a call's query grid sees beyond its window. M = N + k * chunks entries: cache, then new rows.
+    """Values that each chunk of a call's query grid reads beyond its window. M = N + k * chunks entries: cache, then new rows.
 
     keys, values: [B, HS, M, D].
     visible: Entries in the softmax of each query chunk, bool [B, HS, chunks, M].
     slots: Cache slot of each new row, int64 [B, HS, k * chunks]; N = none.
-    kv_state: S that each query chunk sees, [B, H, chunks, F, D]; the last is the state after the call. z_state: [B, H, chunks, F].
+    kv_state: S for each query chunk, [B, H, chunks, F, D]; the last is the state after the call. z_state: [B, H, chunks, F].
     """
 
     keys: Tensor
@@ -33,7 +33,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A grid's aligned keys, and what is selected of them.
+    """A grid's aligned keys and their selection.
 
     key, value: [B, HK, A, D].
     selected: Offsets of the salient ones, [B, HS, >= chunks, k].
@@ -47,7 +47,7 @@ class Aligned:
 def promote(
     aligned: Aligned, feature_k_weight: Tensor, config: HybridAttentionConfig, state: HybridAttentionState, grid: Grid
 ) -> Promotion:
-    """Promote every chunk whose turn comes within the call: aligned chunk j for query chunk j.
+    """Promote every chunk that is due within the call: aligned chunk j for query chunk j.
 
     Args:
         feature_k_weight: [H, P, D] or [1, P, D].
@@ -59,7 +59,7 @@ def promote(
     promoted = (begins >= grid.past[:, None]) & (begins < (grid.past + grid.new)[:, None]) & (grid.number >= 2)
     offsets = aligned.selected[:, :, :chunks]
     if state.slots == 0 and config.overflow != "error":
-        offsets = offsets[..., :0]  # a cache without slots folds every newcomer at once
+        offsets = offsets[..., :0]  # a cache without slots folds every new row at once
     salient = offsets.shape[3]
 
     # New rows, [B, HS, k * chunks, ...].
@@ -83,7 +83,7 @@ def promote(
     if config.overflow != "error" and salient:
         ring = state.slots // salient
         lane = torch.arange(state.slots, device=device) // salient
-        age = lane + (held_chunks[:, None] - 1 - lane) // ring * ring  # the latest chunk that was written to the slot
+        age = lane + (held_chunks[:, None] - 1 - lane) // ring * ring  # the latest chunk written to the slot
         age = torch.cat([age, row.repeat_interleave(salient, dim=1)], dim=1)[:, None]
         first = (held_chunks[:, None] + promoted.cumsum(1) - ring)[
             ..., None

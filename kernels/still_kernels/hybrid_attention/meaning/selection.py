@@ -12,15 +12,15 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 RELEASED_EPSILON = 1e-8
 
 Watch = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Told the numbers [B, n] of a pass's chunks, -1: not complete, or promoted before; their keys [B, HS, n, C, D]; and the offsets
-[B, HS, n, k], ascending, that are selected. Gives those in their place."""
+"""Receives the numbers [B, n] of a pass's chunks (-1: incomplete, or promoted earlier), their keys [B, HS, n, C, D], and the selected
+offsets [B, HS, n, k], ascending. Returns the offsets to use."""
 
 
 def self_saliency(logits: Tensor, own: Tensor, slot: Tensor, valid: Tensor, config: HybridAttentionConfig) -> Tensor:
     """Score of each token from the logits of its window (the C latest positions).
 
     Args:
-        logits: Of each token to its window, [..., W]; entries outside `valid` are ignored.
+        logits: Logits of each token's window, [..., W]; entries outside `valid` are ignored.
         own: True at the token's own column, [..., W].
         slot: Position modulo C of each column, [..., W]; distinct over the window.
         valid: True where the window has a token, [..., W].
@@ -44,7 +44,7 @@ def self_saliency(logits: Tensor, own: Tensor, slot: Tensor, valid: Tensor, conf
 def _released_score(
     logits: Tensor, others: Tensor, own: Tensor, slot: Tensor, valid: Tensor, alone: Tensor, chunk: int
 ) -> Tensor:
-    """Divergence that the released code ranks by, its constant in slot C-1 included; slots without a token count once each."""
+    """Divergence that the released code ranks by, including its constant in slot C-1; slots without a token count once each."""
     eps = RELEASED_EPSILON
     safe = valid | own
     p = torch.where(safe, torch.where(safe, logits, -torch.inf).softmax(-1), 0)
@@ -55,7 +55,7 @@ def _released_score(
     last = slot == chunk - 1
     q = torch.where(last, 1 / chunk + eps, q)
     score = (p * torch.log(p / (q + eps)) * safe).sum(-1)
-    # Columns absent from the window: every slot is counted once, those without a token with p and q of an empty slot.
+    # Columns absent from the window: every slot counts once; those without a token have p and q of an empty slot.
     empty_p = torch.tensor(eps / (1 + chunk * eps), dtype=logits.dtype, device=logits.device)
     empty_q = torch.tensor(eps / (1 + chunk * eps + 1 / chunk), dtype=logits.dtype, device=logits.device)
     has_last = (last & safe).any(-1)
@@ -86,7 +86,7 @@ def select_tokens(scores: Tensor, k: int) -> Tensor:
     """Offsets of the k highest scores of each chunk, ascending; the lower offset wins a tie.
 
     Args:
-        scores: Of a whole chunk, [..., C].
+        scores: Scores of a whole chunk, [..., C].
         k: Tokens to select, 0 <= k <= C.
 
     Returns:

@@ -30,7 +30,7 @@ def state_names(config: HybridAttentionConfig) -> tuple[str, ...]:
     return tuple(_specs(config))
 
 
-@lru_cache  # asked at every call
+@lru_cache  # called for every call of the op
 def _state_shapes(config: HybridAttentionConfig, batch: int, slots: int) -> dict[str, tuple[int, ...]]:
     return {name: state_shape(config, name, batch, slots) for name in state_names(config)}
 
@@ -42,9 +42,9 @@ _IN_CODES = tuple(s.name for s in HYBRID_ATTENTION.states if s.narrow)
 class HybridAttentionState:
     """State after `length` tokens; all-zero means empty.
 
-    Shapes are those of the OpSpec: window_* are rings (position p in slot p mod 2C), rank r of chunk c lies in salient slot
+    Shapes are those of the OpSpec: window_* are rings (position p in slot p mod 2C), rank r of chunk c is in salient slot
     k*c + r (modulo N with fold_oldest). kv_state, z_state and scores are float32, or float64 for float64 inputs.
-    With cache="int8" keys and values are words, [..., D / 4] int32, and have scales, [...] float32 (`still_kernels.codes`).
+    With cache="int8" keys and values are words, [..., D / 4] int32, with scales, [...] float32 (`still_kernels.codes`).
     """
 
     window_key: Tensor
@@ -70,8 +70,8 @@ class HybridAttentionState:
         slots: int | None = None,
         kept: torch.dtype | None = None,
     ) -> HybridAttentionState:
-        """State of `batch` rows that have seen nothing; `slots` defaults to `config.capacity_slots`, `kept`, the type of window and
-        cache, to `dtype`."""
+        """State of `batch` empty rows; `slots` defaults to `config.capacity_slots`, and `kept`, the type of window and cache, to
+        `dtype`."""
         count = config.capacity_slots if slots is None else slots
         wide = torch.promote_types(dtype, torch.float32)
         kinds = {"T": kept or dtype, "float32": wide, "int32": torch.int32}
@@ -93,21 +93,21 @@ class HybridAttentionState:
         return found
 
     def dequantized(self, dtype: torch.dtype) -> HybridAttentionState:
-        """The same with keys and values as numbers."""
+        """The state with keys and values as numbers."""
         changed: dict[str, Tensor | None] = dict.fromkeys(f"{name}_scale" for name in _IN_CODES)
         for name in _IN_CODES:
             changed[name] = dequantized(getattr(self, name), getattr(self, f"{name}_scale"), dtype)
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def quantized(self) -> HybridAttentionState:
-        """The same with keys and values in 8 bits; what was read from there becomes what it was."""
+        """The state with keys and values in 8 bits; values that were read from 8 bits are exact."""
         changed = {}
         for name in _IN_CODES:
             changed[name], changed[f"{name}_scale"] = quantized(getattr(self, name))
         return replace(self, **changed)
 
     def check(self, config: HybridAttentionConfig, batch: int) -> None:
-        """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand, UnsupportedError for S in bfloat16."""
+        """Raise ShapeError unless every tensor has the shape for `config` and `batch`, UnsupportedError for S in bfloat16."""
         if self.kv_state.dtype == torch.bfloat16:
             raise UnsupportedError(
                 "kv_state is bfloat16: without the rest beside it sums stop growing. It has one in an engine's pages alone; pass float32."

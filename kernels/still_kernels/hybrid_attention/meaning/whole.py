@@ -1,6 +1,6 @@
 """Hybrid attention of whole sequences from an empty state: the form that training differentiates.
 
-Nothing in it depends on values, so torch.compile takes it in one piece and fuses what surrounds the matrix products.
+The computation does not depend on values, so torch.compile captures it as one graph and fuses the ops around matrix products.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from still_kernels.hybrid_attention.meaning.selection import group_scores, selec
 
 
 def covers_whole(config: HybridAttentionConfig, tokens: int) -> bool:
-    """Whether `whole_hybrid_attention` computes sequences of `tokens` tokens of a layer."""
+    """Whether `whole_hybrid_attention` supports sequences of `tokens` tokens of a layer."""
     return config.local == "chunked" and config.slots_for(tokens) <= config.capacity_slots
 
 
 def whole_hybrid_attention(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
-    """Hybrid attention of rows that are new and equally long.
+    """Hybrid attention of new rows with equal lengths.
 
     Returns:
         [B, T, H, D], dtype of query; computed in float32, or float64 for float64 inputs.

@@ -1,4 +1,4 @@
-"""Kernels of still::HybridAttention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
+"""Kernels of still::HybridAttention: launches, block sizes, variants. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from still_kernels.tile import TileTable, changed, pow2
 
 @dataclass(frozen=True)
 class Variant:
-    """What a set of kernels is compiled for; everything else is a run-time argument."""
+    """Properties that a set of kernels is compiled for; everything else is a run-time argument."""
 
     dtype: str = "bfloat16"
     head_dim: int = 128
@@ -77,7 +77,7 @@ def default_variants() -> list[Variant]:
 
 
 def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window_factor: bool) -> dict[str, Any]:
-    """Compile-time constants by name; each kernel takes those that it declares.
+    """Compile-time constants by name. Each kernel uses those that it declares.
 
     Args:
         config: The layer.
@@ -135,12 +135,12 @@ def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str,
 
 
 def table_of(config: HybridAttentionConfig, arch: int, wide: bool) -> TileTable:
-    """Block sizes for a layer; `arch` and `wide` (see `tile_table`)."""
+    """Block sizes for a layer; `arch` and `wide`: see `tile_table`."""
     table = tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
     if config.select_scope != "q_head" and table.host["decode_clusters"]:
         for blocks in CLUSTERS:  # two heads of a selection read its rows once
             table = changed(table, f"decode_{blocks}", {"GR": 2, "MINB": 2, "NST": 4 if blocks == 8 else 6})
-    if config.overflow != "error":  # select then walks over the cache
+    if config.overflow != "error":  # select then iterates over the cache
         return table
     return changed(table, "select", {"num_warps": 1})  # 67 instead of 133 us for 65,536 tokens
 
@@ -150,13 +150,13 @@ BY_TMA = {
     "linear": "linear_programs",
     "attend": "attend_programs",
 }
-"""Kernels in whose place one that copies by TMA may run, `<name>_tma`, and the constant that says so where it is not 0."""
+"""Kernels that a TMA version, `<name>_tma`, may replace; and the host constant that is not 0 if it does."""
 
 
 def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
-    """Those in whose place it does: none where a folding policy has them run chunk by chunk.
+    """Kernels replaced by their TMA versions; none with a folding policy, which runs them chunk by chunk.
 
-    scan_tma and linear_tma want features of two halves and S of every second chunk.
+    scan_tma and linear_tma need features of two halves and S of every second chunk.
     """
     if config.overflow != "error":
         return set()
@@ -167,13 +167,13 @@ def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
 
 
 def by_clusters(config: HybridAttentionConfig, table: TileTable) -> bool:
-    """Whether clusters of blocks take steps: not where rows are in 8 bits, nor for a folding policy, other features or scores."""
+    """Whether clusters of blocks compute steps; not with 8-bit rows, a folding policy, other features or other scores."""
     plain = config.overflow == "error" and config.cache != "int8" and config.saliency == "margin"
     return table.host["decode_clusters"] > 0 and plain and config.feature_map in ("np_softmax_pm", "softmax_pm")
 
 
 def build(variant: Variant, arch: int) -> Build:
-    """What a variant is on an architecture; without NVRTC, which compiles the clusters' kernels, steps are decode's."""
+    """The `Build` of a variant on an architecture. Without NVRTC, which compiles the clusters' kernels, decode computes steps."""
     config, wide = variant.config(), variant.dtype == "float32"
     table = table_of(config, arch, wide)
     clusters = by_clusters(config, table) and can_compile()

@@ -1,4 +1,4 @@
-"""The launches of still::HybridAttention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""The launches of still::HybridAttention; still_kernels.plan explains the parts. Integers and texts only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FLAGGED = f"{PREFILL} or {FOLDS}"
 UNPACKED = f"{PREFILL} and unpack_rows > 0"
 CACHED = "(B if unpack_rows > 0 else rows) * HS * N"
 
-# Sums over features take the tensor cores in bfloat16, whatever the 16-bit type: float16 would overflow.
+# Sums over features use tensor cores in bfloat16 for either 16-bit type: float16 would overflow.
 LINEAR = "'float32' if dtype == 'float32' else 'bfloat16'"
 
 PART = {"first_tile": "first", "n_tiles": "count"}  # the chunks of a segment
 
-# Heads of a cluster, and clusters of a step. With two heads a cluster reads long caches of one row no faster than the other kernel does.
+# Heads of a cluster, and clusters of a step. With two heads a cluster reads one row's long caches no faster than the other kernel.
 CLUSTERED = "decode_clusters > 0 and (select_scope == 'q_head' or H // HK % 2 == 0 and (B > 1 or N <= 2048))"
 
 
@@ -89,22 +89,22 @@ PLAN = Plan(
         "count_dtype": "count_dtype",
     },
     constants=(
-        "segment_tiles",  # chunks of a segment, whose features and partial sums are in the workspace at a time
+        "segment_tiles",  # chunks of a segment; the workspace has features and partial sums of one segment
         "score_blocks_per_chunk",
         "features_tiles",  # chunks of one program
-        "scan_programs",  # that share S of one head
+        "scan_programs",  # share S of one head
         "scan_tma",  # 1: the scan that copies by TMA
         "prefix_every",  # chunks from one stored S to the next
         "linear_rows",
         "attend_rows",
-        "attend_programs",  # that share the tiles of attend_rows queries; 0: one program a tile
-        "linear_programs",  # the same of linear, with tiles of two chunks
-        "unpack_rows",  # of a state in 8 bits, that a program makes numbers of for kernels that copy by TMA; 0: they read it as it is
+        "attend_programs",  # share the tiles of attend_rows queries; 0: one program per tile
+        "linear_programs",  # the same for linear, with tiles of two chunks
+        "unpack_rows",  # rows that a program dequantizes from an 8-bit state for TMA kernels; 0: kernels read codes
         "decode_clusters",  # 1: steps by clusters of blocks; 0: decode
-        "value_slices",  # of S in decode
-        "window_parts",  # of the ring in decode
-        "decode_programs",  # that fill the chip
-        "evicted_rows",  # that a folding policy may move out of the cache at once
+        "value_slices",  # slices of S in decode
+        "window_parts",  # parts of the ring in decode
+        "decode_programs",  # number that fills the chip
+        "evicted_rows",  # most rows that a folding policy moves out of the cache at once
     ),
     checks=(
         Check("chunk_size == C", "past_window_key holds 2*C={2 * C} tokens, chunk_size is {chunk_size}."),
@@ -133,12 +133,12 @@ PLAN = Plan(
     ),
     define={
         "folds": FOLDS,
-        "tiles": "(T + C - 2) // C + 1",  # chunks that T new tokens touch at most, wherever they begin
+        "tiles": "(T + C - 2) // C + 1",  # most chunks that T new tokens touch, for any start
         "segment": "1 if folds else min(segment_tiles, tiles)",
         "stored": "ceil_div(segment, prefix_every)",
-        # Programs that share the salient cache of one select head: enough to fill the chip, 32 slots each at least. At most 24: with
-        # the parts of the window one block of the merge then takes all of them. Long caches are shared among more, until there are
-        # 2,048 in all: a program without a slot in use takes as long as a wave, 17 us of 217 with 64 rows of 32 heads at 1K of 68K.
+        # Programs that share the salient cache of one select head: enough to fill the chip, each with at least 32 slots. At most 24:
+        # with the parts of the window one block of the merge then reads all of them. Long caches are shared among more, up to 2,048 in
+        # all: a program without a slot in use takes as long as a wave, 17 us of 217 with 64 rows of 32 heads at 1K of 68K.
         "fill": "ceil_div(decode_programs, B * HS)",
         "even": "min(ceil_div(N, 512), ceil_div(2048, B * HS))",
         "splits": "max(1, min(ceil_div(N, 32), max(fill, even), 24)) if N > 0 else 1",
@@ -172,7 +172,7 @@ PLAN = Plan(
     ),
     persistent=(Region("counters", "int32", ("B", "2 * H"), DECODE),),  # arrivals of programs
     aliases=(
-        Alias("score", "window_score", DECODE),  # never read: the chunk that a step promotes lies in the ring
+        Alias("score", "window_score", DECODE),  # never read: the chunk that a step promotes is in the ring
         Alias("ring_key", "window_key", "unpack_rows == 0"),
         Alias("ring_value", "window_value", "unpack_rows == 0"),
         Alias("cached_key", "salient_key", "unpack_rows == 0"),

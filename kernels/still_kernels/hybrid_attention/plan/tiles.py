@@ -12,10 +12,10 @@ MAX_SALIENT_PER_CHUNK = 32
 MAX_FEATURE_ROWS = 256
 MAX_GROUP = 16
 CLUSTERS = (8, 2, 1)
-"""Blocks that share the query heads of a step on sm_90: as many as fill the chip."""
+"""Blocks that share the query heads of a step on sm_90: the count that fills the chip."""
 MANY_HEADS = 1024
-"""Query heads of all rows from which on decode's programs are fewer and larger. 32 rows of 32 heads at 1,100 tokens take 92 us for 119, at
-16,000 270 for 261 (H100), 64 rows at 1,100 150 for 204 (H200)."""
+"""Number of query heads of all rows from which decode's programs are fewer and larger. 32 rows of 32 heads at 1,100 tokens take 92 instead
+of 119 us, at 16,000 tokens 270 instead of 261 (H100); 64 rows at 1,100 take 150 instead of 204 (H200)."""
 
 
 @lru_cache
@@ -35,14 +35,14 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     heavy = wide or dim > 128
     tight = heavy and (shared < (200 << 10) or (wide and dim > 128))
     block = min(chunk_size, 32 if tight else 64)
-    columns = min(dim, 32) if heavy else dim  # of a projection that are in shared memory at a time
+    columns = min(dim, 32) if heavy else dim  # columns of a projection in shared memory at a time
     keys = 32 if heavy else 64
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
     near, ahead = (keys, stages) if heavy else for_two_programs(shared, dim, keys, stages)
-    slices = min(dim, 32)  # columns of S that a program of a step has
+    slices = min(dim, 32)  # columns of S of a step's program
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
-    many = small and rows > 128  # features do not fit where those of a head of 128 do
+    many = small and rows > 128  # features of a head of 128 do not fit
     linear = 1 if many else stages if arch == 90 else min(stages, 2)
     tiles = {
         "score": KernelTile(
@@ -83,19 +83,19 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         "decode": KernelTile(
             {
                 "PDL": int(arch >= 90),
-                "AHEAD": int(arch == 90),  # fetch to L2 what the length has no say in while the kernel ahead still runs
+                "AHEAD": int(arch == 90),  # prefetch to L2 during the previous kernel, as far as the length allows
                 "DS": slices,
-                "LF": 0,  # rows of S at a time where a program has all of it; 0: a program has DS columns
+                "LF": 0,  # rows of S at a time if a program has all of it; 0: a program has DS columns
                 "LS": 3,
                 "WG": 0,  # 1: the query heads of a key/value head share the programs of its window
-                "DW": slices if wide else 2 * slices,  # the bytes of DS columns of S: both tiles then have one layout
+                "DW": slices if wide else 2 * slices,  # bytes of DS columns of S: both tiles then have one layout
                 "BN": 8 if wide and dim > 128 else 16,
                 "SN": 2 if heavy else 3 if small else 5,
                 "BG": 16 if heavy else 64,
                 "SG": 2 if heavy or small else 3,
                 "BL": min(2 * chunk_size, 32 if heavy else 64),
                 "BS": 32,  # parts of one head that are merged together
-                # 64 rows go to the matrix instructions of sm_90: with 256 features they need 154 registers
+                # sm_90's matrix instructions take 64 rows: with 256 features they need 154 registers
                 "RB": 16 if heavy else min(chunk_size, 32 if rows > 128 else 64),
                 "DK": columns,
             },
@@ -112,7 +112,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     linear_tma = tma and feature_rows in (64, 128)
     if linear_tma:
         for blocks in CLUSTERS:
-            # Three blocks a multiprocessor, so that the next kernel's are there before a step has ended; with S whole two.
+            # Three blocks per multiprocessor, so that the next kernel's blocks start before a step ends; two with whole S.
             stages_, least = (4, 3) if blocks > 1 else (6, 2)
             tiles[f"decode_{blocks}"] = KernelTile(
                 {"CL": blocks, "GR": 1, "NST": stages_, "MINB": least}, 9, 1, None, True
@@ -122,34 +122,34 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             {"SLOTS": 4}, 4, 1, blocks=dict.fromkeys(("value", "phi_k", "prefix_kv"), (64, 64))
         )
     host = {
-        # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 took 0.1 ms off 65,536.
+        # Each segment ends in a tail of waves: 16,384 tokens instead of 8,192 saved 0.1 ms of 65,536.
         "segment_tiles": max(2, 16384 // chunk_size),
-        # Of attend_tma and linear_tma, one for each multiprocessor of H100 and H200; 0: attend, linear.
+        # Programs of attend_tma and linear_tma, one for each multiprocessor of H100 and H200; 0: attend, linear.
         "attend_programs": 132 if tma else 0,
         "linear_programs": 132 if linear_tma else 0,
         "scan_tma": int(linear_tma),  # 0: scan
         "decode_clusters": int(linear_tma),  # 0: decode
-        "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
+        "decode_programs": 264,  # salient splits; with the other roles one wave of four programs per multiprocessor
     }
     return TileTable(tiles, host)
 
 
 def for_many_rows(table: TileTable, arch: int, head_dim: int, feature_rows: int, heads: int) -> TileTable:
-    """Block sizes for a step with so many query heads in all rows together, where S is in pages."""
+    """Block sizes for a step with `heads` query heads in all rows, if S is in pages."""
     if arch != 90 or heads < MANY_HEADS:
         return table
     return changed(table, "decode", {"LF": min(pow2(feature_rows), 4096 // pow2(head_dim)), "WG": 1})
 
 
 def _attend_blocks(head_dim: int) -> dict[str, tuple[int, int]]:
-    """Of attend_tma: 64 queries and what belongs to them, 128 keys."""
+    """Copied blocks of attend_tma: 64 queries with their gates and outputs, 128 keys."""
     rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
     rows |= dict.fromkeys(("key", "value", "cached_key", "cached_value"), 128)
     return {name: (count, head_dim) for name, count in rows.items()}
 
 
 def _linear_blocks(head_dim: int, feature_rows: int) -> dict[str, tuple[int, int]]:
-    """Of linear_tma: a chunk of tokens, halves of what has features."""
+    """Copied blocks of linear_tma: a chunk of tokens, halves of tensors with features."""
     blocks = {name: (64, head_dim) for name in ("query", "value", "linear")}
     blocks |= {name: (feature_rows, head_dim) for name in ("feature_q_weight", "prefix_kv")}
     return {**blocks, "phi_k": (64, feature_rows)}

@@ -1,1 +1,1 @@
-"""Kernels of calls with several tokens, in Triton."""
+"""Triton kernels of calls with several tokens."""

@@ -1,4 +1,4 @@
-"""Fourth step of prefill: what the linear state adds to each new query, from stored states and the chunks after them."""
+"""Fourth step of prefill: the linear state's contribution to each new query, from stored states and the chunks after them."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

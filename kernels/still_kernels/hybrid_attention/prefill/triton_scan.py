@@ -1,4 +1,4 @@
-"""Third step of prefill, second half: the linear state along the chunks, by one pass over them with S in registers."""
+"""Third step of prefill, second half: the linear state along the chunks, in one pass with S in registers."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Second step of prefill: which tokens of a promoted chunk stay in softmax, and what has to make room for them."""
+"""Second step of prefill: the tokens of a promoted chunk that stay in softmax, and the cached ones that they replace."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ahead of kernels that copy by TMA and read no codes: rows of a state in 8 bits as numbers, once for a call."""
+"""Dequantizes rows of an 8-bit state, once for a call, for TMA kernels that do not read codes."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels of prefill for sm_90, in Gluon."""
+"""Kernels for sm_90: prefill in Gluon, decode in CUDA C++."""

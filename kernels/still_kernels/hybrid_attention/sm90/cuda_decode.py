@@ -1,4 +1,4 @@
-"""The kernel of cuda_decode.cu: its arguments, and how much shared memory a block takes."""
+"""The kernel of cuda_decode.cu: its arguments, and the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from still_kernels.common.cuda_function import CudaFunction
 
 STAGE, ROOM = 8192, 128
-"""Bytes of a stage, and behind it of z."""
+"""Bytes of a stage, and of z after it."""
 WARPS = 8
 
 ARGUMENTS = {
@@ -33,10 +33,10 @@ CONSTANTS = ("C", "D", "P", "FEATURE", "SCOPE", "CL", "GR", "NST", "MINB")
 
 
 def shared_bytes(constants: Mapping[str, Any]) -> int:
-    """Of `Shared` in the source, and a little more."""
+    """Upper bound of the size of `Shared` in the source."""
     dim, rows, chunk, cluster, heads, slots = (constants[name] for name in ("D", "P", "C", "CL", "GR", "NST"))
-    features = STAGE // (8 * dim)  # of a stage
-    mine = -(-heads * (rows // features) // cluster)  # stages of S that a block has
+    features = STAGE // (8 * dim)  # features of a stage
+    mine = -(-heads * (rows // features) // cluster)  # stages of S of a block
     floats = 2 * cluster * heads * dim + max(2 * WARPS * heads * dim, 16 * rows) + 3 * heads * rows
     floats += 6 * (cluster + WARPS) * heads + heads + chunk + 4
     keys = 2 * mine * 2 * features * (chunk + 8)

@@ -1,12 +1,12 @@
-"""Local, salient and linear attention of prefill for sm_90: what `triton_attend.attend_kernel` computes, as one warp that copies by
-TMA and two groups of four warps that multiply.
+"""Local, salient and linear attention of prefill for sm_90, like `triton_attend.attend_kernel`: one warp copies by TMA and two groups of
+four warps multiply.
 
-A program stays for several tiles, one after the other: 128 queries of one head, 64 for each consumer, which is one chunk. Keys and values
-come in blocks of 128 through a ring of slots that both consumers share: the window of the first consumer, that of the second, then the
-salient cache. Who has no use for a block waits for it and gives it back all the same.
+A program processes several tiles in order: 128 queries of one head, 64 for each consumer, which is one chunk. Keys and values come in
+blocks of 128 through a ring of slots that both consumers share: the window of the first consumer, that of the second, then the salient
+cache. A consumer that does not use a block still waits for it and releases it.
 
-A window that reaches into the state's ring or beyond the row's tokens is not copied by TMA: its consumer writes it into the empty slot, and
-zeros where there is nothing, for a weight of 0 times what memory happens to hold need not be 0. Triton's interpreter cannot run Gluon.
+A window that reaches into the state's ring or beyond the row's tokens is not copied by TMA. Its consumer writes it into the empty slot,
+with zeros at absent positions, because a weight of 0 times arbitrary memory need not be 0. Triton's interpreter cannot run Gluon.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -38,15 +38,15 @@ BM = gl.constexpr(64)
 BN = gl.constexpr(128)
 """Keys of a block, and rows of the box of keys and values."""
 HEADS = gl.constexpr(8)
-"""Query heads whose tiles run side by side, so that what they share is still in L2."""
+"""Query heads with consecutive tiles, so that shared inputs are still in L2."""
 Buffers = namedtuple("Buffers", "query key value linear out")
-"""Shared memory: [2, BM, D] for the consumers' queries, linear parts, and gates that outputs take the place of; [SLOTS, BN, D]."""
+"""Shared memory: [2, BM, D] for the consumers' queries, linear parts, and gates that outputs later replace; [SLOTS, BN, D]."""
 Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty end_full end_empty")
-"""Of the buffers, whether they are full or empty; `end` of linear parts and gates."""
+"""Whether buffers are full or empty; `end` is for linear parts and gates."""
 Sizes = namedtuple("Sizes", "T H HK HS K N first_tile n_tiles total")
 """Integers of the call."""
 Constants = namedtuple("Constants", "C D SLOTS GATE FACTOR RAGGED PAGES CODES")
-"""What a build of the kernel fixes."""
+"""Constants of a build of the kernel."""
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Device functions that the Gluon kernels share. Triton's interpreter cannot run them."""
+"""Device functions shared by the Gluon kernels. Triton's interpreter cannot run them."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

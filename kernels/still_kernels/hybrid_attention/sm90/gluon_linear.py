@@ -1,9 +1,9 @@
-"""What the linear state adds to each new query, for sm_90: what `triton_linear.linear_kernel` computes, as one warp that copies by TMA and
-two groups of four warps that multiply.
+"""The linear state's contribution to each new query for sm_90, like `triton_linear.linear_kernel`: one warp copies by TMA and two groups of
+four warps multiply.
 
-A program takes a row of tiles, one behind the other. A tile is two chunks of one head, one for each consumer, which share the state S that
-is stored for the first of them: S is read once, and the next tile's is on its way while this one's features are made. The chunk that was
-promoted between the two enters the second one's result by products of features.
+A program processes a row of tiles in order. A tile is two chunks of one head, one for each consumer. Both share the state S that is stored
+for the first of them: S is read once, and the next tile's is copied while this one's features are computed. The chunk promoted between the
+two enters the second one's result by products of features.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -36,11 +36,11 @@ FEATURE_FLOOR = gl.constexpr(1e-12)
 Buffers = namedtuple("Buffers", "w q s phi v")
 """Shared memory: a projection [P, D], queries [2, C, D], S [2, P, D], features [2, C, P] and values [C, D] of the chunk between."""
 Barriers = namedtuple("Barriers", "w_full q_full q_empty s_full s_empty phi_full phi_empty v_full v_empty")
-"""Of the buffers, whether they are full or empty."""
+"""Whether buffers are full or empty."""
 Sizes = namedtuple("Sizes", "T H HK W_HEADS first_tile n_tiles B")
 """Integers of the call."""
 Constants = namedtuple("Constants", "C D P FEATURE RAGGED CODES")
-"""What a build of the kernel fixes."""
+"""Constants of a build of the kernel."""
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
-"""The linear state along the chunks, for sm_90: what `triton_scan.scan_kernel` computes, as one warp that copies by TMA and two groups of
-four warps that multiply.
+"""The linear state along the chunks for sm_90, like `triton_scan.scan_kernel`: one warp copies by TMA and two groups of four warps
+multiply.
 
-A program has 128 features by 64 columns of S of one head in registers, 64 features in each group, and walks over the chunks. Features and
-values of the next chunks are on their way through a ring of slots.
+A program has 128 features by 64 columns of S of one head in registers, 64 features in each group, and iterates over the chunks. Features
+and values of the next chunks are copied through a ring of slots meanwhile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,11 +33,11 @@ from still_kernels.hybrid_attention.sm90.gluon_common import (
 SB = gl.constexpr(64)
 """Features of a group, columns of a program, and rows and columns of the boxes."""
 Barriers = namedtuple("Barriers", "phi_full phi_empty v_full v_empty")
-"""Of the slots of features and values, whether they are full or empty."""
+"""Whether slots of features and values are full or empty."""
 Sizes = namedtuple("Sizes", "T H HK first_tile n_tiles")
 """Integers of the call."""
 Constants = namedtuple("Constants", "C D F SLOTS RAGGED CODES")
-"""What a build of the kernel fixes."""
+"""Constants of a build of the kernel."""
 
 
 @gluon.jit

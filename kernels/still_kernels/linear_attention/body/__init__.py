@@ -1,5 +1,5 @@
-"""Function bodies of still::LinearAttention: in standard ops, and around the op of that name which ai.onnx has since opset 27, and ONNX
-Runtime in its own domain."""
+"""Function bodies of still::LinearAttention: in standard ops, and around LinearAttention, which ai.onnx has since opset 27 and ONNX Runtime
+has in its own domain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: a call of one token by the recurrence, a longer one in chunks."""
+    """The function of `node`: the recurrence for one token, chunks for longer calls."""
     layer = Layer.of(node, dims)
     b = Scope()
     tokens = b.dim("query", 1)
@@ -43,9 +43,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 def fused_body(
     node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], imports: Mapping[str, int], domain: str
 ) -> onnx.FunctionProto:
-    """The function of `node` around `domain`'s op of that name, in float32, which alone ONNX Runtime has a kernel for on the CPU.
+    """The function of `node` around `domain`'s LinearAttention, in float32, the only type with a CPU kernel in ONNX Runtime.
 
-    The op has no lengths of rows: at padding key, value, decay and beta become 0, which leaves the state as it is to the bit.
+    The op has no row lengths. Key, value, decay and beta are 0 at padding, which leaves the state unchanged bit for bit.
     """
     layer = Layer.of(node, dims)
     b = Scope()
@@ -60,7 +60,7 @@ def fused_body(
     if layer.query_groups < layer.heads:
         shape = b.shape(1, 1, 1, layer.heads // layer.query_groups, 1, 1)
         query = b("Expand", b.unsqueeze(query, 3), shape)
-    if not domain and layer.key_heads < layer.heads:  # ai.onnx's has as many heads of keys as of values
+    if not domain and layer.key_heads < layer.heads:  # ai.onnx's op needs as many key heads as value heads
         key = b("Expand", b.unsqueeze(key, 3), b.shape(1, 1, 1, layer.heads // layer.key_heads, 1))
         key = b.reshape(key, 0, 0, layer.heads, layer.dim)
     output = b.multi(

@@ -1,6 +1,6 @@
-"""A longer call: everything inside chunks by matrix products at once, then the state from chunk to chunk.
+"""A longer call: matrix products for all chunks at once, then the state from chunk to chunk.
 
-The recurrence over chunks is a Scan of two products; there is none over tokens. kernels/still_kernels/linear_attention/chunked.py is
+The recurrence over chunks is a Scan of two products; there is none over tokens. still_kernels/linear_attention/chunked.py is
 the same in PyTorch.
 """
 
@@ -18,8 +18,11 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Terms:
-    """Of blocks of tokens: sums of decay up to each token and behind it [N, size, E], query times key under the decay between them
-    [N, size * G, size], and the inverse [N, size, size] of the delta rules; N blocks of all rows, heads and chunks."""
+    """Terms of N blocks of tokens, over all rows, heads and chunks.
+
+    Sums of decay up to each token and after it [N, size, E]; query times key under the decay between them [N, size * G, size]; and the
+    inverse [N, size, size] of the delta rules.
+    """
 
     prefix: str | None
     suffix: str | None
@@ -29,16 +32,16 @@ class Terms:
 
 PAST = "past_recurrent_state"
 Close = Callable[[Scope, str, str, Mapping[str, str]], tuple[str, str]]
-"""Of the states behind a chunk, the held one's decay apart, and what the chunk is fed: both as they go on."""
+"""Function (scope, state after a chunk, held state before its decay, fed values) -> both states for the next chunk."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A second state beside that of a scan, which nothing is added to.
+    """A second state of a scan, to which nothing is added.
 
     past, present: Its names before and after the call.
-    fed: What `close` reads of each chunk, [chunks, B, ...].
-    decays: What is left of the state is left of it, too.
+    fed: Values of each chunk for `close`, [chunks, B, ...].
+    decays: The state's decay also applies to it.
     """
 
     past: str
@@ -66,9 +69,7 @@ def write_chunks(
         ones = b.shape(1, heads, 1, 1)
         beta = blocks(x.beta if layer.beta == heads else b("Expand", x.beta, ones), 1)
     terms = terms_of(b, layer, query, key, decay, beta)
-    start = (
-        None if terms.prefix is None else b("Exp", terms.prefix)
-    )  # what is left of the state at each token, [N, C, E]
+    start = None if terms.prefix is None else b("Exp", terms.prefix)  # decay of the state up to each token, [N, C, E]
     kept, read = key, query
     if start is not None:
         kept = b("Mul", key, b("Exp", terms.suffix))
@@ -88,7 +89,7 @@ def write_chunks(
 
 
 def blocks_of(b: Scope, value: str, missing: str, *rest: int) -> str:
-    """[B, h, T, ...] as [N, C, ...]; `missing` tokens to whole chunks are 0."""
+    """[B, h, T, ...] as [N, C, ...]; the `missing` tokens of the last chunk are 0."""
     pads = b("Concat", [0] * (5 + len(rest)), missing, [0] * len(rest), axis=0)
     return b.reshape(b("Pad", value, pads, 0.0), -1, CHUNK, *rest)
 
@@ -106,13 +107,13 @@ def write_scan(
     before: str = PAST,
     held: Held | None = None,
 ) -> None:
-    """The state from chunk to chunk: `output` [B, T, H, G, V] and the state `present`.
+    """The state from chunk to chunk: writes `output` [B, T, H, G, V] and the state `present`.
 
     Args:
-        key: Of the call, [B, H, T, D], whose sizes count.
-        terms: read [N, corrections + C * G, D], whose first rows are taken from what is added; added, scores, kept: see `ChunkTerms` of
-            the kernels, kept [N, writes, D].
-        start: What is left of the state at each token; None: all.
+        key: The call's keys, [B, H, T, D], for their sizes.
+        terms: read [N, corrections + C * G, D], whose first rows are subtracted from the added values; added, scores and kept, as in
+            `ChunkTerms` of the kernels; kept [N, writes, D].
+        start: Decay of the state up to each token; None: no decay.
         writes: Rows that a chunk adds to the state.
         before: The state before the call.
     """
@@ -139,7 +140,7 @@ def write_scan(
     fed |= {} if held is None else held.fed
     c = Scope(b)
     past, chunk = c.fresh("state"), {name: c.fresh(name) for name in fed}
-    # One product reads the state, and what is written comes after it for every rule: past and present may be one buffer.
+    # One product reads the state, and every rule writes after it: past and present may share one buffer.
     found = c("MatMul", chunk["read"], past)
     new = c("Sub", chunk["added"], c("Slice", found, [0], [corrections], [2]))
     result = c("Add", c("Slice", found, [corrections], [rows], [2]), c("MatMul", chunk["scores"], new))
@@ -173,11 +174,11 @@ def write_scan(
 def terms_of(
     b: Scope, layer: Layer, query: str, key: str, decay: str | None, beta: str | None, reading: str | None = None
 ) -> Terms:
-    """The terms of whole chunks, from those of blocks of 1, 2, 4 .. tokens by joining neighbours. `reading` is what a correction reads
-    the state by [N, C, D]; None: its key.
+    """The terms of whole chunks, by joining neighbouring blocks of 1, 2, 4 .. tokens. `reading` is the key with which a correction reads
+    the state, [N, C, D]; None: the token's key.
 
-    Below the diagonal stand products of the second block's rows, decayed from its begin, with the first one's, decayed to its end.
-    Exponents are sums of decays: no difference of two long sums, and at most 0 for any decay, an infinite one too.
+    The part below the diagonal is a product of the second block's rows, decayed from its start, and the first block's, decayed to its end.
+    Exponents are sums of decays, never a difference of two long sums. They are at most 0, also for an infinite decay.
     """
     shared, dim = layer.shared, layer.dim
     prefix = None if decay is None else b.reshape(decay, -1, 1, layer.decay)

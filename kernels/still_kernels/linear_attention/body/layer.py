@@ -1,4 +1,4 @@
-"""What the body of still::LinearAttention is written for, its inputs head by head, and a call of one token."""
+"""Properties of a still::LinearAttention node, its inputs by head, and a call of one token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes by the OpSpec's symbols, and the rule; `decay` and `beta` are E and W, 0 where the rule has none."""
+    """Sizes by the OpSpec's symbols, and the rule; `decay` and `beta` are E and W, 0 if the rule has none."""
 
     rule: str
     query_groups: int
@@ -32,7 +32,7 @@ class Layer:
         """The layer of a node.
 
         Raises:
-            UnsupportedError: Its rule, heads or gates are none that a body is written for.
+            UnsupportedError: No body supports its rule, heads or gates.
         """
         name = node.name or node.op_type
         attributes = {a.name: a for a in node.attribute}
@@ -73,7 +73,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Values in float32, 0 at padding: query times scale [B, H, T, G, D], key, value, decay [B, H, T, ...], beta [B, 1 or H, T, 1]."""
+    """float32 values, 0 at padding: query times scale [B, H, T, G, D], key, value, decay [B, H, T, ...], beta [B, 1 or H, T, 1]."""
 
     query: str
     key: str
@@ -83,14 +83,14 @@ class Tensors:
 
 
 def heads_first(b: Scope, layer: Layer, dtype: int, real: str) -> Tensors:
-    """The inputs for every head; padding (where `real` [B, T] is false) enters nothing."""
+    """The inputs for every head, 0 at padding (where `real` [B, T] is false)."""
 
     def masked(name: str, rank: int, wide: bool) -> str:
         x = b.cast(name, FLOAT) if wide and dtype != FLOAT else name
         return b("Where", b.unsqueeze(real, *range(2, rank)), x, 0.0)
 
     def of_heads(x: str, heads: int, *rest: int) -> str:
-        """[B, h, T, ...] as [B, H, T, ...]: each head serves neighbouring ones."""
+        """[B, h, T, ...] as [B, H, T, ...]; each input head serves neighbouring heads."""
         if heads == layer.heads:
             return x
         shape = b.shape(1, 1, layer.heads // heads, *[1] * (len(rest) + 1))
@@ -115,9 +115,9 @@ def heads_first(b: Scope, layer: Layer, dtype: int, real: str) -> Tensors:
 def write_step(
     b: Scope, layer: Layer, x: Tensors, output: str, present: str, state: str = "past_recurrent_state"
 ) -> None:
-    """Write `output` [B, 1, H, G, V] and the state `present` after the token; `state` is that before it.
+    """Write `output` [B, 1, H, G, V] and the state `present` after the token, from `state`.
 
-    In place: the last read of the past state is the sum that writes the present one.
+    In place: the sum that writes the present state is the last reader of the past one.
     """
     key = b("Transpose", x.key, perm=[0, 1, 3, 2])  # [B, H, D, 1]
     if x.decay is not None:

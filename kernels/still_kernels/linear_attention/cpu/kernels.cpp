@@ -9,14 +9,14 @@ namespace
 
 using namespace still_cpu::linear;
 
-constexpr int kStepVectors = kLanes == 16 ? 8 : 4; // of a row of the state: as many as registers hold sums for
-constexpr float kNothing = -1000; // a decay's logarithm of which nothing is left
-constexpr int kWide = (kChunk + 15) / 16 * 16; // as no instruction set has wider vectors
+constexpr int kStepVectors = kLanes == 16 ? 8 : 4; // of a row of the state: most for which registers hold sums
+constexpr float kNothing = -1000; // logarithm of a decay to zero
+constexpr int kWide = (kChunk + 15) / 16 * 16; // padded to the widest vectors of any instruction set
 
 size_t room(Layer const& l)
 {
     int64_t const rows = kChunk * (1 + l.shared);
-    // Beside the arrays of a chunk, what rounding each up takes.
+    // The arrays of a chunk, and padding for alignment.
     return static_cast<size_t>(rows * l.dim + static_cast<int64_t>(l.dim) * kWide + rows * kWide + kChunk * kChunk + rows * l.size
                                + kChunk * l.size + 3 * l.dim + l.size + l.shared + kChunk + 16 * 10);
 }
@@ -61,13 +61,13 @@ struct Head
             from_float(from[i], to + i);
     }
 
-    // The recurrence. With S' = e S + k u^T, the output q S' is (q e) S + (q . k) u: one pass over the state has all
+    // The recurrence. With S' = e S + k u^T, the output q S' is (q e) S + (q . k) u: one pass over the state computes all
     // products, a second one writes it.
     void step(int64_t token, Room room) const
     {
         int const dim = l.dim, size = l.size, shared = l.shared, first = l.betas ? 1 : 0, rows = first + shared;
         float *const k = room.take(dim), *const left = room.take(dim);
-        float* const weights = room.take(static_cast<int64_t>(1 + shared) * dim); // of the delta rules' correction, and of each query
+        float* const weights = room.take(static_cast<int64_t>(1 + shared) * dim); // for the delta rules' correction, and for each query
         float *const found = room.take(static_cast<int64_t>(1 + shared) * size), *const update = room.take(size);
         float* const direct = room.take(shared);
         read(key(token), dim, 1, k);
@@ -112,7 +112,7 @@ struct Head
         float *const keys = room.take(static_cast<int64_t>(kChunk) * (1 + shared) * dim), *const asked = keys + static_cast<int64_t>(count) * dim;
         float* const turned = room.take(static_cast<int64_t>(dim) * kWide);
         float* const products = room.take(static_cast<int64_t>(kChunk) * (1 + shared) * kWide);
-        float* const between = room.take(kChunk * kChunk); // what is left at token i of token j
+        float* const between = room.take(kChunk * kChunk); // decay from token j to token i
         float* const found = room.take(static_cast<int64_t>(kChunk) * (1 + shared) * size);
         float *const update = room.take(static_cast<int64_t>(kChunk) * size), *const start = room.take(kChunk);
         double sums[kChunk];
@@ -121,7 +121,7 @@ struct Head
             read(key(token + i), dim, 1, keys + static_cast<int64_t>(i) * dim);
             read(query(token + i), shared * dim, l.scale, asked + static_cast<int64_t>(i) * shared * dim);
             read(value(token + i), size, 1, update + static_cast<int64_t>(i) * size);
-            // An exponential for each: products of single decays add up their roundings, which are alike where decays are.
+            // One exponential for each pair: products of single decays accumulate rounding errors, which are equal for equal decays.
             float const rate = l.decay ? decay(token + i)[0] : 0;
             sums[i] = (i ? sums[i - 1] : 0) + (rate < kNothing ? kNothing : rate);
             for (int j = 0; j <= i; ++j)
@@ -130,7 +130,7 @@ struct Head
             exponentiate(between + i * kChunk, i + 1, 0);
         }
         transpose(keys, count, dim, dim, 1, turned, kWide);
-        // Rows: of keys, for the delta rules alone, then of queries.
+        // Rows of keys, only for the delta rules, then of queries.
         float const* const left = l.betas ? keys : asked;
         gemm(rows, round_up(count, kLanes), dim, left, dim, 1, turned, kWide, products, kWide, false);
         gemm(rows, size, dim, left, dim, 1, state, size, found, size, false);

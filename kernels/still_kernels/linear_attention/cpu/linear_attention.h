@@ -1,9 +1,9 @@
-// One layer of linear attention with a recurrent state, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to
-// run tasks at once.
+// One layer of linear attention with a recurrent state, on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to
+// run parallel tasks.
 //
-// A task is one head of one sequence, whose state stays in the second cache. With a decay per head or none, tokens go in chunks: products
-// with the state are GEMMs, and the delta rules' triangular system is solved row by row. A decay per key, and calls of a
-// few tokens, take the recurrence token by token, which reads the state once and writes it once.
+// A task is one head of one sequence, whose state stays in the L2 cache. With one decay per head, or none, tokens are processed in chunks:
+// products with the state are GEMMs, and the delta rules' triangular system is solved row by row. With a decay per key channel, and in
+// calls of few tokens, the recurrence goes token by token and reads and writes the state once per token.
 #pragma once
 
 #include <cstddef>
@@ -42,13 +42,13 @@ struct Tensors
     int64_t tokens; // T
 };
 
-// Run the call. `brought` are the rows' new tokens; output and state are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks.
+// Runs the call. `brought` are the rows' new tokens; output and state are complete afterwards.
+// The result depends neither on the host's threads nor on the order of tasks.
 void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
-// Tokens of a chunk. What a token costs beside its three products with the state grows with them; the state is read once a chunk.
+// Tokens of a chunk. The state is read once per chunk; a token's cost besides its three products with the state grows with the chunk.
 constexpr int kChunk = 32;
 // Calls of fewer new tokens go token by token.
 constexpr int kLeastChunked = 4;
@@ -65,7 +65,7 @@ struct Task
 
 struct Kernels
 {
-    // Floats that `Task::room` must have.
+    // Floats required in `Task::room`.
     size_t (*room)(Layer const& layer);
     // All new tokens of the task's row, for its head.
     void (*run)(Task const& task);

@@ -1,4 +1,4 @@
-// still::LinearAttention: from a call's shapes to the layer that the kernels know.
+// still::LinearAttention: converts a call's shapes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "cpu/common/scratch.h"
@@ -17,8 +17,8 @@ namespace linear
 namespace
 {
 
-// While it lives, this thread's results that would be denormal are zero. On x86 an instruction that meets such a number takes some
-// hundred cycles, and states that decay fill up with them. What is read stays as it is: half precision has its own.
+// Flushes this thread's denormal results to zero during its lifetime. On x86 an instruction with such a number takes some
+// hundred cycles, and decaying states fill up with them. Denormal inputs are kept, since half precision has its own.
 class NoDenormals
 {
 public:
@@ -26,7 +26,7 @@ public:
     NoDenormals() : mBefore(_mm_getcsr()) { _mm_setcsr(mBefore | _MM_FLUSH_ZERO_ON); }
     ~NoDenormals() { _mm_setcsr(mBefore); }
 #else
-    NoDenormals() {} // Arm's cores compute with them at no cost.
+    NoDenormals() {} // Arm's cores have no such cost.
 #endif
     NoDenormals(NoDenormals const&) = delete;
     NoDenormals& operator=(NoDenormals const&) = delete;
@@ -120,7 +120,7 @@ private:
         linear::Tensors const x{call.input("query"), call.input("key"), call.input("value"), call.input<float>("decay"),
             call.input<float>("beta"), output, call.state<float>("past_recurrent_state"), sizes.tokens};
         if (!x.decay != !sizes.layer.decay || !x.beta != !sizes.layer.betas)
-            still::fail("LinearAttention: the rule needs decay or beta and does not have it, or has one that it does not take.");
+            still::fail("LinearAttention: the rule lacks decay or beta, or has one that it does not use.");
         linear::attention(sizes.layer, x, sizes.batch, brought, call);
     }
 

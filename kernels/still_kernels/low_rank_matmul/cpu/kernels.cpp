@@ -15,7 +15,7 @@ namespace
 
 using namespace still_cpu::low_rank;
 
-// The matrix itself, or a copy of it as floats.
+// The matrix itself, or a float copy.
 template <typename T>
 float const* as_floats(void const* from, int64_t n, Room& room)
 {
@@ -27,7 +27,7 @@ float const* as_floats(void const* from, int64_t n, Room& room)
     return to;
 }
 
-// Rows of the first matrix from which on whole vectors would be read beyond its end.
+// Number of last rows of the first matrix for which whole vectors would read beyond its end.
 inline int last_rows(Layer const& l)
 {
     int const over = round_up(l.rank, kLanes) - l.rank, rows = (over + l.rank - 1) / l.rank;
@@ -54,7 +54,7 @@ void multiply(Task const& task)
     float const* const given = as_floats<T>(at<T>(x.input, task.token * l.inputs), static_cast<int64_t>(task.count) * l.inputs, room);
     float const* const inner = as_floats<T>(x.inner, static_cast<int64_t>(l.inputs) * l.rank, room);
     float const* const outer = as_floats<T>(x.outer, static_cast<int64_t>(l.rank) * l.outputs, room);
-    // Whole vectors of a row reach into the next ones; what they bring there is not read.
+    // Whole vectors of a row reach into the next ones; these results are not used.
     gemm(task.count, wide, first, given, l.inputs, 1, inner, l.rank, low, wide, false);
     for (int r = 0; r < last; ++r)
         for (int i = 0; i < wide; ++i)

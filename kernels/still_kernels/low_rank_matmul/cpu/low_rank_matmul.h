@@ -1,6 +1,6 @@
-// Tokens times two thin matrices, added to a base, on the CPU. Knows no host.
+// Tokens times two thin matrices, added to a base, on CPUs. Independent of hosts.
 //
-// A token's sums are made in one order, whatever else the call has: a call of several tokens gives bit for bit what calls of each give.
+// A token's sums have a fixed order: a call of several tokens gives the bits of one call for each.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct Tensors
     int64_t tokens; // of all sequences
 };
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
 constexpr int kTokens = 16; // of a task
 

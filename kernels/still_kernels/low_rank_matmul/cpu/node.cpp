@@ -1,4 +1,4 @@
-// still::LowRankMatMul: from a call's shapes to the layer that the kernels know.
+// still::LowRankMatMul: converts a call's shapes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "cpu/common/scratch.h"
@@ -13,7 +13,7 @@ namespace
 
 using namespace low_rank;
 
-constexpr size_t kLanes = 16; // threads that there is use for
+constexpr size_t kLanes = 16; // most useful threads
 
 class Node : public LayerKernel<Layer>
 {

@@ -15,15 +15,15 @@ namespace
 using namespace still_cpu::low_bit;
 
 constexpr int kHalf = kUnit / 2;
-constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read, at the least
+constexpr int kAhead = 6144; // least bytes of the weight to prefetch
 
-// What a code of a unit stands for: its largest magnitude is 127.
+// Step size of a unit's codes, whose largest magnitude is 127.
 inline float step_of(float const* x)
 {
     VecInt most = {};
     for (int i = 0; i < kUnit; i += kLanes)
     {
-        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
+        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // NaN is larger than any number
         most = most > magnitude ? most : magnitude;
     }
     int32_t bits_of_most = 0;
@@ -34,21 +34,21 @@ inline float step_of(float const* x)
     return largest_number / 127;
 }
 
-// What codes are a product with; of steps that are nearly nothing, and of NaN, 0.
+// Factor from numbers to codes; 0 for tiny steps and NaN.
 inline float inverse_of(float step)
 {
     return step >= 1.17549435e-38f ? 1 / step : 0;
 }
 
-// The nearest whole numbers.
+// The nearest integers.
 inline VecInt nearest(Vec x)
 {
-    constexpr float shift = 12582912.0f; // 1.5 * 2^23: the sum's low bits are the nearest whole number
+    constexpr float shift = 12582912.0f; // 1.5 * 2^23: the sum's low bits are the nearest integer
     return reinterpret_cast<VecInt>(x + shift) - 0x4b400000;
 }
 
-// Of groups of outputs that lie behind one another, `bytes` each, how many are read before the one that is asked for. Processors see what
-// is read next where it is read in order, which rows side by side are not. It is asked for step by step: many lines at once wait.
+// Number of groups of consecutive outputs, `bytes` each, to prefetch. Hardware prefetchers follow sequential reads, not several rows.
+// Prefetches go step by step, because many lines at once stall.
 inline int64_t groups_ahead(int64_t bytes)
 {
     return (kAhead + bytes - 1) / bytes;
@@ -60,7 +60,7 @@ inline int8_t* place(int8_t* codes, int64_t unit)
     return codes + unit / kStep * kStep * kUnit + unit % kStep * kHalf;
 }
 
-// Rounds one unit of a token. Codes of 4 bits lie two in a byte: its first half are those at even places, of 8 bits the first 16.
+// Rounds one unit of a token. Its first half is the inputs at even places for 4-bit codes, two in a byte, and the first 16 for 8 bits.
 inline void round_unit(float const* x, int bits, int8_t* first, float* factor, float* sum)
 {
     float const step = step_of(x);
@@ -120,7 +120,7 @@ void round(Task const& task)
     (task.layer->super_block ? round_tokens : round_units)(task);
 }
 
-// Where the blocks' numbers of four rows lie.
+// Location of the blocks' numbers of four rows.
 template <typename S>
 struct Rows
 {
@@ -130,7 +130,7 @@ struct Rows
     uint8_t const* zero_points[kRows];
 };
 
-// Numbers of `count` units from `unit`, where a block is 2^shift of them.
+// Numbers of `count` units from `unit`; a block has 2^shift units.
 template <typename S>
 inline Quads numbers(S const* const* rows, int64_t unit, int count, int shift)
 {
@@ -147,7 +147,7 @@ inline Quads numbers(S const* const* rows, int64_t unit, int count, int shift)
     return load_numbers(places, 0, kStep);
 }
 
-// The same of zero points.
+// The same for zero points.
 template <int Bits>
 inline Quads zeros(uint8_t const* const* rows, int64_t unit, int count, int shift)
 {
@@ -164,7 +164,7 @@ inline Quads zeros(uint8_t const* const* rows, int64_t unit, int count, int shif
     return from_codes<Bits>(words);
 }
 
-// Of `units` units of four rows, what their codes are scaled with, and what a code of 0 stands for.
+// Scales of the codes in `units` units of four rows, and the values of code 0.
 struct Blocks
 {
     Quads scale, least;
@@ -179,7 +179,7 @@ inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_
     return {scale, (task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{}) - zero * scale};
 }
 
-// The same of blocks of a unit without zero points and offsets.
+// The same for blocks of one unit without zero points and offsets.
 template <typename S>
 inline Blocks plain_blocks(Task const& task, Rows<S> const& rows, int64_t unit, int units)
 {
@@ -187,14 +187,14 @@ inline Blocks plain_blocks(Task const& task, Rows<S> const& rows, int64_t unit, 
     return {scale, Quads{} - spread(static_cast<float>(task.layer->zero)) * scale};
 }
 
-// Adds what a token's sums over the units at `place` stand for.
+// Adds a token's dequantized sums over the units at `place`.
 inline void add_unit(Rounded const& tokens, Blocks const& blocks, int64_t place, Quads sums, Quads& total)
 {
     total += sums * blocks.scale * load(tokens.factors + place * kRows);
     total += blocks.least * load(tokens.sums + place * kRows);
 }
 
-// A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.
+// A step of `units` units over kRows outputs of `Count` tokens, the first at place `t` of `task.rounded`.
 template <int Bits, int Count, bool Plain, typename S>
 inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units, int64_t t, Quads* total)
 {
@@ -229,7 +229,7 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     }
 }
 
-// Four rows, beyond the last one that itself.
+// Four rows; the last one is repeated after the end.
 template <typename S>
 inline Rows<S> rows_of(Task const& task, int64_t row)
 {
@@ -278,7 +278,7 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
         float* const to = at<float>(task.tensors->output, (task.token + t + i) * layer.outputs + row);
         float found[kRows];
         sum_quads(total[i], found);
-        if (count == kRows) // a size that is known is no call
+        if (count == kRows) // a constant size needs no call
             std::memcpy(to, found, sizeof found);
         else
             std::memcpy(to, found, static_cast<size_t>(count) * sizeof(float));
@@ -294,7 +294,7 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
 namespace
 {
 
-// All rows of some of the tokens that are left from `t` on; how many those are.
+// All rows for some of the tokens from `t`; returns their number.
 template <int Bits, typename S>
 int64_t multiply_some(Task const& task, int shift, int64_t t)
 {
@@ -355,7 +355,7 @@ void multiply(Task const& task)
         multiply<float>(task);
 }
 
-// The same over the weight as numbers, in blocks of any size.
+// The same over the weight as float numbers, in blocks of any size.
 template <typename T, typename S>
 void exact(Task const& task)
 {

@@ -1,21 +1,21 @@
-// Outputs of a vector's lanes at a time, of up to kMostLanes tokens. Compiled for AVX2 and AVX-512, over steps.h.
+// Outputs in a vector's lanes, for up to kMostLanes tokens. Compiled for AVX2 and AVX-512, over steps.h.
 //
-// A step's codes are turned and unpacked once for all tokens, and a token's products need no sums across lanes: with AVX2 20 instructions
-// for 256 products of 4 bits, in rows 29. Sums of a unit are exact, and units are summed apart by their place in a step, as the parts of
-// Quads are: bit for bit what `tile` gives.
+// A step's codes are transposed and unpacked once for all tokens, and a token's products need no sums across lanes. With AVX2 256 4-bit
+// products take 20 instructions, by rows 29. Sums of a unit are exact, and units are summed separately by their place in a step, like
+// the parts of Quads: the result has the bits of `tile`.
 #pragma once
 
 namespace
 {
 
 #if defined(__AVX512BW__)
-constexpr int kLeastLanes = 8; // tokens, below which turning costs more
+constexpr int kLeastLanes = 8; // tokens, below which transposing costs more
 #else
 constexpr int kLeastLanes = 2;
 #endif
 constexpr int kMostLanes = 64, kLaneRows = kStep * kRows;
 
-// Dwords of 16 bytes of kLaneRows rows: of each place one of every row.
+// Transposes dwords of 16 bytes of kLaneRows rows: for each place one of every row.
 inline void turn_rows(uint8_t const* const* rows, int64_t byte, Bytes* to)
 {
     auto const some = [=](int r) { return _mm_loadu_si128(reinterpret_cast<__m128i const*>(rows[r] + byte)); };
@@ -40,7 +40,7 @@ inline void turn_rows(uint8_t const* const* rows, int64_t byte, Bytes* to)
 #endif
 }
 
-// Numbers of four rows and each unit of a step, turned to those of each unit and all rows.
+// Transposes numbers of four rows and each unit of a step to those of each unit and all rows.
 inline void turn_quads(Quads const* x, Quads* to)
 {
 #if defined(__AVX512BW__)
@@ -53,7 +53,7 @@ inline void turn_quads(Quads const* x, Quads* to)
 #endif
 }
 
-// A unit's codes of all rows by fours, in the order in which a token's lie; with AVX2 of 8 bits first their lower halves, then the upper
+// A unit's codes of all rows by fours, in the order of a token's; for 8 bits with AVX2 first their lower halves, then the upper
 // ones.
 #if defined(__AVX512BW__)
 
@@ -91,7 +91,7 @@ inline void unpack(uint8_t const* const* rows, int64_t unit, Bytes* to)
 
 #endif
 
-// Sums of products of a unit's codes and a token's, of which `x` is the first half.
+// Sums of products of a unit's codes and a token's; `x` is the token's first half.
 template <int Bits>
 inline Quads unit_products(Bytes const* codes, int8_t const* x)
 {
@@ -105,7 +105,7 @@ inline Quads unit_products(Bytes const* codes, int8_t const* x)
     return _mm512_cvtepi32_ps(_mm512_add_epi32(halves[0], halves[1]));
 #else
     auto const four = [=](int i) { return _mm256_set1_epi32(read<int32_t>(x + i / 4 * kStep * kHalf + i % 4 * 4)); };
-    Bytes less = _mm256_setzero_si256(), more = less; // of codes below 16, 32 products are less than 16 bits hold
+    Bytes less = _mm256_setzero_si256(), more = less; // for codes below 16, sums of 32 products fit 16 bits
     for (int i = 0; i < 8; ++i)
     {
         less = _mm256_add_epi16(less, _mm256_maddubs_epi16(codes[i], four(i)));

@@ -9,12 +9,12 @@ namespace still_cpu::low_bit
 namespace
 {
 
-constexpr size_t kLanes = 16;               // threads that there is use for
-constexpr int64_t kLeastBytes = 16 << 10;   // of the weight, below which a task costs less than a thread's waking
-constexpr int64_t kMostBytes = 128 << 10;   // that stay in a processor's cache while tokens pass
-constexpr int64_t kSerialNumbers = 8 << 10; // of tokens, which are rounded before threads are woken
+constexpr size_t kLanes = 16;               // most useful threads
+constexpr int64_t kLeastBytes = 16 << 10;   // of the weight, below which a task costs less than waking a thread
+constexpr int64_t kMostBytes = 128 << 10;   // of the weight, to stay in a processor's cache for all tokens
+constexpr int64_t kSerialNumbers = 8 << 10; // of tokens, below which they are rounded without threads
 
-// Where the parts of a call's scratch lie.
+// Layout of a call's scratch memory.
 struct Parts
 {
     Rounded rounded{};
@@ -42,7 +42,7 @@ struct Parts
     }
 };
 
-// Outputs of a task: as many as there is work for on every thread, and no more than a cache holds the weight of.
+// Outputs of a task: enough tasks for every thread, and weights that fit into a cache.
 int64_t rows_of_task(Layer const& layer, int64_t tokens)
 {
     int64_t const even = up(layer.outputs, static_cast<int64_t>(kLanes)) / static_cast<int64_t>(kLanes);

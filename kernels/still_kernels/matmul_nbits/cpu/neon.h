@@ -1,7 +1,7 @@
-// Whole numbers of 64-bit ARM: what steps.h and tiles.h take from here. Compiled once per instruction set: plain NEON, with dot products
-// (SDOT), and with products of matrices (USDOT and USMMLA, of the extension i8mm).
+// Integer operations of 64-bit ARM for steps.h and tiles.h. Compiled once per instruction set: plain NEON, with dot products
+// (SDOT), and with matrix products (USDOT and USMMLA, of the extension i8mm).
 //
-// Sums are exact in all three, and all else is the same arithmetic: the three give the same bits.
+// Sums are exact in all three, and the other arithmetic is the same: the three give the same bits.
 #pragma once
 
 #include <arm_neon.h>
@@ -23,7 +23,7 @@ inline Bytes load_bytes(int8_t const* x)
     return vld1q_s8(x);
 }
 
-// Adds the products of sixteen codes and numbers, four by four.
+// Adds the products of sixteen codes and numbers, in groups of four.
 inline Sums plus_products(Sums sums, Bytes codes, Bytes x)
 {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -31,12 +31,12 @@ inline Sums plus_products(Sums sums, Bytes codes, Bytes x)
 #elif defined(__ARM_FEATURE_DOTPROD)
     return vdotq_s32(sums, codes, x);
 #else
-    // Two products of 8 bits are less than 16 bits hold.
+    // Two 8-bit products fit 16 bits.
     return vpadalq_s16(sums, vmlal_high_s8(vmull_s8(vget_low_s8(codes), vget_low_s8(x)), codes, x));
 #endif
 }
 
-// The codes of a unit of a row, by halves; of 8 bits less 128 where they are signed.
+// The codes of a unit of a row, by halves; 8-bit codes minus 128 if they are signed.
 template <int Bits>
 inline void load_codes(uint8_t const* codes, int, Bytes& first, Bytes& second)
 {
@@ -84,7 +84,7 @@ inline Bytes high_halves(Bytes a, Bytes b)
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// Codes of four rows, as `pair_products` takes them.
+// Codes of four rows in the layout of `pair_products`.
 inline void pair_rows(Bytes* rows)
 {
     for (int r = 0; r < 4; r += 2)
@@ -95,13 +95,13 @@ inline void pair_rows(Bytes* rows)
     }
 }
 
-// Adds the products of eight codes of each of two rows and eight numbers of each of two tokens: a row's sums side by side.
+// Adds the products of eight codes of each of two rows and eight numbers of each of two tokens: a row's sums are neighbours.
 inline Sums plus_pairs(Sums sums, Bytes codes, Bytes x)
 {
     return vusmmlaq_s32(sums, vreinterpretq_u8_s8(codes), x);
 }
 
-// The sums of four rows for each of two tokens, of which `x` is the first and the other lies `distance` beyond it.
+// The sums of four rows for each of two tokens, `x` and the one `distance` after it.
 inline void pair_products(Bytes const* first, Bytes const* second, int8_t const* x, int64_t distance, Quads* found)
 {
     Sums top = vdupq_n_s32(0), bottom = top;
@@ -131,8 +131,8 @@ inline Sums widened_four(uint8_t const* from)
         return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(narrow))));
 }
 
-// Sums of four outputs, a lane each, over `Groups` times four inputs whose codes lie output by output. Codes are below 64, and where there
-// are more than sixteen inputs, below 16: their products are less than 16 bits hold.
+// Sums of four outputs, a lane each, over `Groups` times four inputs; codes are ordered by output. Codes are below 64, and below 16 for
+// more than sixteen inputs, so their products fit 16 bits.
 template <int Groups, typename Codes>
 inline Sums four_sums(Codes const* codes, int8_t const* x)
 {
@@ -162,7 +162,7 @@ inline Sums four_sums(Codes const* codes, int8_t const* x)
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// The same of two tokens, over codes of which eight of an output lie side by side.
+// The same for two tokens, over codes with eight of an output in a row.
 template <int Groups, typename Codes>
 inline void pair_sums(Codes const* codes, int8_t const* x, int64_t distance, Sums* found)
 {

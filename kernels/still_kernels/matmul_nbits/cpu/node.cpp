@@ -1,4 +1,4 @@
-// still::MatMulNBits: from a call's shapes to the layer that the kernels know.
+// still::MatMulNBits: converts a call's shapes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "matmul_nbits.h"

@@ -1,7 +1,7 @@
-// Whole numbers of the instruction set that a source file is compiled for: kStep units of four rows at a time. Compiled once per
+// Integer operations of the instruction set that a source file is compiled for: kStep units of four rows at a time. Compiled once per
 // instruction set, like ../common/simd.h.
 //
-// Bytes hold a half of each unit of a step; Quads a number of each row for each unit, the rows of a unit side by side.
+// Bytes hold a half of each unit of a step; Quads a number of each row for each unit, with the rows of a unit as neighbours.
 #pragma once
 
 #include "cpu/common/elements.h"
@@ -43,7 +43,7 @@ inline void load_codes(uint8_t const* codes, int count, Bytes& first, Bytes& sec
     }
 }
 
-// Sums of products of codes and tokens, some of each unit side by side. An instruction of AVX-512 VNNI, with which this set is chosen.
+// Sums of products of codes and tokens, several per unit. An instruction of AVX-512 VNNI, which selects this set.
 template <int Bits>
 inline Sums products(Bytes first, Bytes second, Bytes x, Bytes y)
 {
@@ -73,7 +73,7 @@ inline Quads load_numbers(Half const* const* rows, int64_t unit, int count)
 
 inline Quads load_numbers(float const* const* rows, int64_t unit, int count)
 {
-    // Of whole steps without a mask: that takes four times as long from memory.
+    // No mask for whole steps: it takes four times as long from memory.
     auto const there = (__mmask8)((1u << count) - 1);
     auto const some = [=](int r) { return count == kStep ? _mm_loadu_ps(rows[r] + unit) : _mm_maskz_loadu_ps(there, rows[r] + unit); };
     __m128 a = some(0), b = some(1), c = some(2), d = some(3);
@@ -81,7 +81,7 @@ inline Quads load_numbers(float const* const* rows, int64_t unit, int count)
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set_m128(b, a)), _mm256_set_m128(d, c), 1);
 }
 
-// Fields of `Bits`, those of a row in a word.
+// Fields of `Bits`; a word has those of a row.
 template <int Bits>
 inline Quads from_codes(uint32_t const* rows)
 {
@@ -129,7 +129,7 @@ inline void load_codes(uint8_t const* codes, int count, Bytes& first, Bytes& sec
     }
 }
 
-// Of codes below 16: four products are less than 16 bits hold.
+// For codes below 16: four products fit 16 bits.
 inline Sums small_products(Bytes first, Bytes second, Bytes x, Bytes y)
 {
     return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(first, x), _mm256_maddubs_epi16(second, y)), _mm256_set1_epi16(1));
@@ -187,11 +187,11 @@ inline void sum_quads(Quads x, float* rows)
 
 #else
 
-#if defined(__aarch64__) // whose whole numbers are in neon.h
+#if defined(__aarch64__) // its integers are in neon.h
 constexpr int kMostTokens = 8;
 #else
 constexpr int kMostTokens = 4;
-typedef int16_t Bytes __attribute__((vector_size(32))); // products of two are less than 16 bits hold
+typedef int16_t Bytes __attribute__((vector_size(32))); // two products fit 16 bits
 typedef int32_t Sums __attribute__((vector_size(64)));
 
 template <typename T>

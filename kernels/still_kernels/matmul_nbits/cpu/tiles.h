@@ -1,8 +1,8 @@
-// Tiles of eight outputs that lie in one another, with whole numbers for scales (super_block in the OpSpec): a lane is an output, with
-// AVX-512 of two tiles. Compiled once per instruction set, like ../common/simd.h.
+// Tiles of eight interleaved outputs with integer scales (super_block in the OpSpec): a lane is an output; AVX-512 has two tiles. Compiled
+// once per instruction set, like ../common/simd.h.
 //
-// Sums of a unit of a token are exact, in whole numbers, and the loop for one token is that for several: a token's numbers do not depend on
-// the others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
+// Sums of a unit of a token are exact integers, and one token uses the same loop as several: a token's numbers do not depend on
+// the others. Each code is unpacked once for up to kChunk tokens and stays in registers for all of them.
 #pragma once
 
 #include "cpu/common/elements.h"
@@ -26,7 +26,7 @@ inline T read(void const* from)
     return value;
 }
 
-// Where a tile's part lies, and the next tile's.
+// Location of a tile's part, and of the next tile's.
 struct Place
 {
     uint8_t const *first, *second;
@@ -62,7 +62,7 @@ inline VecInt widened(Place place)
 #endif
 }
 
-// Scales as `dot` takes them.
+// Scales in the layout of `dot`.
 #if defined(__AVX512BW__)
 typedef Vec Scales;
 
@@ -91,7 +91,7 @@ struct Part
     Scales scales[Bits == 4 ? 1 : 2];
 };
 
-// Bytes of a tile's super-block: whole numbers for scales, codes.
+// Bytes of a tile's super-block: integer scales, codes.
 template <int Bits>
 constexpr int kScaleBytes = 16 * kTile;
 template <int Bits>
@@ -122,22 +122,22 @@ inline void unpack(Place super_block, int part, int piece, Part<Bits>& to)
         }
 }
 
-// Sums over a part of codes, numbers of a token and scales.
+// Sums over a part: codes times a token's numbers times scales.
 #if defined(__AVX512BW__)
 
 template <int Bits>
 inline Vec dot(Part<Bits> const& part, int8_t const* x)
 {
-    VecInt halves[2] = {}; // of the inputs; of 6 bits these are blocks
+    VecInt halves[2] = {}; // of the inputs; 6-bit weights have blocks of these sizes
     for (int i = 0; i < kPart / 8; ++i)
-        for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
+        for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, which selects this set
         {
             int const four = half * kPart / 8 + i;
             asm("vpdpbusd %2%{1to16%}, %1, %0"
                 : "+v"(halves[half])
                 : "v"(part.codes[four]), "m"(*reinterpret_cast<int8_t const(*)[4]>(x + 4 * four)));
         }
-    // Products with scales are less than 2^24, and exact.
+    // Products with scales are below 2^24, and exact.
     auto const number = [](VecInt x) { return (Vec)_mm512_cvtepi32_ps((__m512i)x); };
     if constexpr (Bits == 4)
         return number(halves[0] + halves[1]) * part.scales[0];
@@ -151,10 +151,10 @@ template <int Bits>
 inline Vec dot(Part<Bits> const& part, int8_t const* x)
 {
     auto const four = [&](int i) { return _mm256_maddubs_epi16((__m256i)part.codes[i], _mm256_set1_epi32(read<int32_t>(x + 4 * i))); };
-    auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // of codes below 64 less than 16 bits hold
+    auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // for codes below 64, sums fit 16 bits
     if constexpr (Bits == 4)
     {
-        // Of codes below 16 so are 32 inputs.
+        // For codes below 16, sums of 32 inputs also fit.
         __m256i const sums = _mm256_add_epi16(_mm256_add_epi16(eight(0), eight(2)), _mm256_add_epi16(eight(4), eight(6)));
         return (Vec)_mm256_cvtepi32_ps(_mm256_madd_epi16(sums, (__m256i)part.scales[0]));
     }
@@ -194,7 +194,7 @@ inline Vec dot(Part<Bits> const& part, int8_t const* x)
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// Codes as `pair_dot` takes them: eight inputs of an output side by side.
+// Codes in the layout of `pair_dot`: eight consecutive inputs of an output.
 template <int Bits>
 inline Part<Bits> paired(Part<Bits> const& part)
 {
@@ -207,7 +207,7 @@ inline Part<Bits> paired(Part<Bits> const& part)
     return to;
 }
 
-// `dot` of two tokens, of which `x` is the first and the other lies `distance` beyond it.
+// `dot` for two tokens, `x` and the one `distance` after it.
 template <int Bits>
 inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, VecInt* found)
 {
@@ -224,7 +224,7 @@ inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, 
 
 #endif
 
-// Of each output one number; those of the next tile lie `apart` of them further.
+// One number for each output; those of the next tile are `apart` further.
 inline Vec numbers_of(Half const* from, int64_t apart)
 {
 #if defined(__AVX512BW__)
@@ -241,7 +241,7 @@ inline Vec numbers_of(Half const* from, int64_t apart)
 #endif
 }
 
-// Rounds a unit of a token, and sums what it stands for, block by block.
+// Rounds a unit of a token, and sums its dequantized numbers by block.
 inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums)
 {
     float const inverse = inverse_of(*factor = step_of(x));
@@ -262,7 +262,7 @@ inline void round_part(float const* x, int block, int8_t* codes, float* factor, 
     }
 }
 
-// Tokens of the chunk that begins with one of those that are rounded at once.
+// Tokens of the chunk that starts at `begin`, among those rounded at once.
 inline int chunk_tokens(Rounded const& rounded, int64_t begin)
 {
     return static_cast<int>(rounded.tokens - begin < kChunk ? rounded.tokens - begin : kChunk);
@@ -287,7 +287,7 @@ void round_tokens(Task const& task)
     }
 }
 
-// The outputs of `tiles` tiles for `several` tokens; `One`: for one, whose sums stay in registers.
+// The outputs of `tiles` tiles for `several` tokens; `One`: for one token, whose sums stay in registers.
 template <int Bits, bool One>
 void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int several)
 {
@@ -342,7 +342,7 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
         }
         for (int piece = 0; piece < kPieces; ++piece)
         {
-            // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
+            // For Q4_K the offsets; for Q6_K the part of code 32, which means 0.
             Vec others[blocks];
             for (int i = 0; i < blocks; ++i)
                 if constexpr (Bits == 4)

@@ -8,7 +8,7 @@ namespace
 
 using namespace still_cpu::select;
 
-constexpr float kMost = 1e37f; // where scores end
+constexpr float kMost = 1e37f; // largest score
 
 int64_t width(Layer const& l)
 {
@@ -40,19 +40,19 @@ void add(Task const& task)
         int64_t const token = task.row * task.tensors->tokens + task.token + i;
         T const* const key = at<T>(task.tensors->key, (token * l.kv_heads + task.head) * l.dim);
         float* const sum = sums + position / l.stride * l.dim;
-        bool const first = position % l.stride == 0; // what is not filled is not read
+        bool const first = position % l.stride == 0; // unfilled rows are not read
         for (int d = 0; d < l.dim; ++d)
             sum[d] = (first ? 0.0f : sum[d]) + to_float(key[d]);
     }
 }
 
-// Means that are complete for a token.
+// Number of complete means for a token.
 int64_t complete(int64_t position, int step, int length)
 {
     return position + 1 < length ? 0 : (position + 1 - length) / step + 1;
 }
 
-// Rows index .. index + count - 1 of [rows, wide], summed, of one vector of columns.
+// Sum of rows index .. index + count - 1 of [rows, wide], for one vector of columns.
 Vec window(float const* rows, int64_t index, int count, int64_t wide)
 {
     Vec total = load(rows + index * wide);
@@ -72,8 +72,8 @@ float sum_of(float const* x, int n)
     return sum(total);
 }
 
-// The products of one vector of columns with all sums, from row to row `wide` apart, become weights of the fine means; the limits are how
-// many coarse and fine means each column has.
+// Converts one vector of columns' products with all sums, in rows `wide` apart, to weights of the fine means. The limits are the numbers of
+// coarse and fine means of each column.
 void weigh(Layer const& l, float* products, int64_t wide, Vec coarse_limit, Vec fine_limit, int64_t coarse, int64_t fine, float* room)
 {
     int const step = l.lse_stride / l.stride, many = l.lse_length / l.stride, few = l.length / l.stride;
@@ -131,7 +131,7 @@ float const* score(Task const& task, int64_t& pitch)
         }
         weigh(l, products + c, wide, load(coarse_limit), load(fine_limit), complete(last, l.lse_stride, l.lse_length), fine, coarse);
     }
-    // A block's score is the largest of those means that share a key with it.
+    // A block's score is the largest of the means that share a key with it.
     int64_t const per = l.block / l.stride, shared = l.length / l.stride;
     pitch = last / l.block + 1;
     float* const scores = room.take(task.count * pitch);

@@ -1,4 +1,4 @@
-// still::SelectBlocks: from a call's shapes and a node's attributes to the layer that the kernels know.
+// still::SelectBlocks: converts a call's shapes and a node's attributes to the kernels' layer.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
 #include "select_blocks.h"
@@ -23,7 +23,7 @@ public:
               integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1),
               integer(op, "switch_by_call", 0)}
     {
-        Layer const& l = layer_; // as `fault_of` of the OpSpec, which exports ask
+        Layer const& l = layer_; // the same checks as `fault_of` of the OpSpec, which exports use
         if (l.block % l.stride || l.length % l.stride || l.lse_stride % l.stride || l.lse_length % l.lse_stride
             || l.top < l.first + l.local + 1 || l.dense < l.lse_length || l.slots < std::max(l.top, (l.dense - 2) / l.block + 1))
             still::fail("SelectBlocks: the node's attributes do not fit each other. Export the model anew.");

@@ -11,9 +11,9 @@ namespace still_cpu::select
 namespace
 {
 
-constexpr size_t kLanes = 16; // tasks that have room at once: a room grows with the context
+constexpr size_t kLanes = 16; // most tasks with a room at once: a room grows with the context
 
-// Of a token with `own` blocks before its own: those that are chosen, ascending, -1 behind them.
+// The chosen blocks of a token with `own` blocks before its own, ascending, then -1.
 void choose(Layer const& l, int64_t own, bool dense, float const* scores, uint64_t* candidates, int32_t* to)
 {
     int32_t* const end = to + l.slots;
@@ -22,7 +22,7 @@ void choose(Layer const& l, int64_t own, bool dense, float const* scores, uint64
         *to++ = static_cast<int32_t>(b);
     if (open)
     {
-        // Weights are not negative, so that their bits are ordered as they are; of equal ones the lower index is the larger number.
+        // Weights are not negative, so their bits have their order; of equal ones the lower index is the larger number.
         for (int64_t i = 0; i < open; ++i)
         {
             uint32_t bits = 0;
@@ -70,12 +70,12 @@ void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_
         int const row = static_cast<int>(index / heads), head = static_cast<int>(index % heads);
         kernels.add({&layer, &tensors, row, head, 0, static_cast<int>(brought[row]), past[row], nullptr});
     };
-    // A step's keys are too few for threads.
+    // The keys of a step are too few for threads.
     spread(host, tensors.tokens > 8 ? kMaxLanes : 1, all, add);
     auto const run = [&](size_t index, size_t lane)
     {
         int const row = static_cast<int>(index % all / heads), head = static_cast<int>(index % heads);
-        // The last tokens have most to score: they come first.
+        // The last tokens have most blocks to score, so they come first.
         int64_t const token = (tasks / static_cast<int64_t>(all) - 1 - static_cast<int64_t>(index / all)) * tokens;
         int64_t const count = std::min(tokens, brought[row] - token);
         if (count <= 0)

@@ -1,7 +1,8 @@
-// One layer that chooses blocks of keys, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
+// One layer that chooses blocks of keys, on CPUs. Independent of hosts: a host passes tensors, scratch memory and a way to run parallel
+// tasks.
 //
-// First the sums of the new keys are written, in place. Then a few tokens of a key/value head at a time are multiplied with all sums that
-// are complete by one GEMM: the products with means of both kinds are sums of its rows.
+// First the sums of the new keys are written, in place. Then one GEMM multiplies a few tokens of a key/value head with all complete sums;
+// the products with means of both kinds are sums of its rows.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +26,9 @@ struct Layer
     int by_call;                         // switch_by_call
 
     STILL_INLINE int group() const { return heads / kv_heads; }
-    // Blocks that a token with this many before its own may choose by their scores: `first` and on.
+    // Number of blocks that a token with `own` earlier blocks may choose by score, from `first` on.
     STILL_INLINE int64_t open(int64_t own) const { return own - local > first ? own - local - first : 0; }
-    // Of those, how many it takes.
+    // Number of them that it chooses.
     STILL_INLINE int64_t taken(int64_t own) const
     {
         int64_t const most = top - (own + 1 - open(own));
@@ -35,7 +36,7 @@ struct Layer
     }
     // Whether a token at `position` reads all blocks, in a call that ends before `end`.
     STILL_INLINE bool reads_all(int64_t position, int64_t end) const { return (by_call ? end : position + 1) < dense; }
-    // Whether scores decide what it reads.
+    // Whether scores decide which blocks it reads.
     STILL_INLINE bool scored(int64_t position, int64_t end) const
     {
         int64_t const own = position / block;
@@ -53,11 +54,12 @@ struct Tensors
     int64_t tokens; // T
 };
 
-// Run the call. `past` and `brought` are the rows' lengths and new tokens; blocks and sums are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks, nor, unless `by_call`, on how a sequence is cut into calls.
+// Runs the call. `past` and `brought` are the rows' lengths and new tokens; blocks and sums are complete afterwards.
+// The result depends neither on the host's threads, nor on the order of tasks, nor, unless `by_call`, on how a sequence is split into
+// calls.
 void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host);
 
-// What is compiled once per instruction set, as a table of functions, and what it works with:
+// Compiled once per instruction set as a table of functions, with their data types:
 
 constexpr int kColumns = 32; // tokens times heads of a group that are scored at once, unless one token has more
 
@@ -68,7 +70,7 @@ struct Task
     Tensors const* tensors;
     int row;
     int head;
-    int64_t token;    // first one, of the sequence's new tokens
+    int64_t token;    // first one, among the sequence's new tokens
     int count;        // of tokens
     int64_t position; // of the first one
     float* room;      // of the task's thread
@@ -76,11 +78,11 @@ struct Task
 
 struct Kernels
 {
-    // Floats that `Task::room` must have where the longest sequence has so many tokens.
+    // Floats required in `Task::room` for a longest sequence of `tokens` tokens.
     size_t (*room)(Layer const& layer, int64_t tokens);
     // Adds the task's keys to their sums.
     void (*add)(Task const& task);
-    // Scores of the blocks before each token's own, [count, pitch]; the scores are in the room.
+    // Scores of the blocks before each token's own, [count, pitch], in the room.
     float const* (*score)(Task const& task, int64_t& pitch);
 };
 
