@@ -7,7 +7,7 @@ from typing import Any
 
 from still_export.doctor import Finding
 from still_export.package.inspect import spans
-from still_export.report.description import Cell, Lines, Plots, Report, Table
+from still_export.report.description import Cell, Lines, Plots, Report, Table, plain
 
 
 def page(
@@ -18,23 +18,15 @@ def page(
     machine: Mapping[str, str],
 ) -> Report:
     """The page of a package."""
-    sizes = {"this package": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
-    state = Lines(
-        "State of one row",
-        "context, tokens",
-        "size, MB",
-        {name: [(row["tokens"], row[key] / 1e6) for row in found["state"]] for name, key in sizes.items()},
-        log_x=True,
-        log_y=True,
-    )
+    state = Lines.of_state("State of one row", "this package", found["state"])
     kinds: list[list[Cell]] = [
         [
-            _plain(kind["kind"]),
+            plain(kind["kind"]),
             spans(kind["layers"]),
             len(kind["layers"]),
             kind["bytes_at_capacity"] / 1e6,
-            ", ".join(map(_plain, kind["states"])),
-            ", ".join(map(_plain, kind["growing"])) or "none",
+            ", ".join(map(plain, kind["states"])),
+            ", ".join(map(plain, kind["growing"])) or "none",
         ]
         for kind in found["layers"]
     ]
@@ -52,7 +44,7 @@ def page(
             Table("What this machine can run it on", ["", "where", "with", "what to do"], runs),
             Plots("State by context length", [state]),
             Table("Layers", ["kind", "layers", "count", "state at capacity, MB", "states", "of them grow"], kinds),
-            Table("Precision", ["what", "type"], [[what, _plain(kind)] for what, kind in found["precision"].items()]),
+            Table("Precision", ["what", "type"], [[what, plain(kind)] for what, kind in found["precision"].items()]),
             Table(
                 "Operators of the graph",
                 ["count", "operator"],
@@ -69,8 +61,3 @@ def page(
         machine=machine,
         command=found["command"],
     )
-
-
-def _plain(name: str) -> str:
-    """A state's or a layer's name as words."""
-    return name.replace("_", " ")
