@@ -17,8 +17,7 @@ from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text
-from still_export.serving.queue import STOPPING, Queue
-from still_export.serving.requests import Event, Request, Row
+from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
 from still_export.serving.rows import Rows
 
 GRID = 64
