@@ -78,7 +78,6 @@ class Row:
         return checked_token(int(found)) if greedy else self.request.sampling.choose(found)
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
-        """The event of the next token."""
         request = self.request
         request.first = request.first or time.perf_counter()
         if token in ends:
@@ -132,7 +131,6 @@ class Queue:
             self._waiting.append(request)
 
     def pop(self) -> Request | None:
-        """The request that came first."""
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 

@@ -50,8 +50,6 @@ class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
 
 
 class Qwen3_5ModelMixin(LinearModelMixin):
-    """Positions of text."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model.rotary_emb = Qwen3_5TextPositions(config)
