@@ -116,14 +116,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
 
 
 READ = (
-    "--prompt-file",
-    "--load-state",
-    "--calls",
-    "--follow",
-    "--beside",
-    "--config",
-    "--text",
-    "--chat-file",
+    *("--prompt-file", "--load-state", "--calls", "--follow", "--beside", "--config", "--text", "--chat-file"),
     "--reuse",
 )
 """Flags of any verb that name a file to read."""
@@ -169,27 +162,22 @@ def main(arguments: list[str] | None = None) -> None:
             error.show()  # type: ignore[attr-defined]
         else:
             complain("ConfigError", as_typed(usage(error, given), "ConfigError", given))
-        sys.exit(2)
     except (StillExportError, RunError) as error:
         if debug:
             raise
         complain(type(error).__name__, as_typed(str(error), type(error).__name__, given))
-        sys.exit(2)
     except ImportError as error:
         command = installation(error.name)
         if command is None or debug:
             raise
         complain("MissingPackage", f"this needs the package {str(error.name).split('.')[0]}. Run: {command}")
-        sys.exit(2)
     except _Interrupted:
         complain_interrupted()
-        sys.exit(2)
     except MemoryError as error:
         if debug:
             raise
         asked = f": {error}" if str(error) else ""  # NumPy reports size and shape
         complain("OutOfMemory", f"this machine has too little memory{asked}. Use one with more, or a smaller dtype.")
-        sys.exit(2)
     except BaseException as error:
         # Unforeseen errors, also of libraries: panics of Rust extensions are no Exception. The input may be damaged, or this is a bug.
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
@@ -197,9 +185,9 @@ def main(arguments: list[str] | None = None) -> None:
         said = " ".join(str(error).split())
         if "can't allocate memory" in said or "bad allocation" in said:
             complain("OutOfMemory", f"this machine has too little memory for the model: {said[-120:]}")
-            sys.exit(2)
-        complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
-        sys.exit(2)
+        else:
+            complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
+    sys.exit(2)
 
 
 def _look_ahead(given: list[str]) -> None:

@@ -19,6 +19,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -97,6 +98,10 @@ def command_line() -> str:
     return shlex.join(["still-export", *sys.argv[1:]])
 
 
+NAMED = TextColumn("{task.description}")
+COUNTED = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
 class Output:
     """Prints a verb's results and progress according to --json and --quiet. In a distributed run only the first process prints."""
 
@@ -143,28 +148,30 @@ class Output:
                 self._dots = None
 
     @contextlib.contextmanager
+    def _shown(self, begin: str, *columns: ProgressColumn, transient: bool = False) -> Iterator[Dots | Progress | None]:
+        """Bars on a terminal, dots from `begin` on in a log file, None with --quiet."""
+        if self.quiet:
+            yield None
+        elif not self.errors.is_terminal:
+            with self._log_file(begin) as dots:
+                yield dots
+        else:
+            with Progress(*columns, console=self.errors, transient=transient) as progress:
+                yield progress
+
+    @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[..., None]]:
         """A spinner with the name of the current step; a step that counts bytes gets a bar."""
-        if self.quiet:
-            yield lambda step, done=0, total=0: None
-            return
-        if not self.errors.is_terminal:
-            with self._log_file("starting") as dots:
-                yield lambda step, done=0, total=0: dots.step(step)
-            return
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[size]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.errors) as progress:
-            task = progress.add_task("starting", total=None, size="")
+        size = TextColumn("{task.fields[size]}")
+        with self._shown("starting", SpinnerColumn(), NAMED, BarColumn(), size, TimeElapsedColumn()) as shown:
+            task = shown.add_task("starting", total=None, size="") if isinstance(shown, Progress) else None
 
             def update(step: str, done: int = 0, total: int = 0) -> None:
-                size = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else ""
-                progress.update(task, description=step, completed=done, total=total or None, size=size)
+                if isinstance(shown, Dots):
+                    shown.step(step)
+                elif shown is not None and task is not None:
+                    size = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else ""
+                    shown.update(task, description=step, completed=done, total=total or None, size=size)
 
             yield update
 
@@ -183,71 +190,53 @@ class Output:
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
         """A bar while a prompt of about `tokens` tokens is read; none for a short one."""
-        if self.quiet or tokens < LONG_PROMPT:
+        if tokens < LONG_PROMPT:
             yield lambda done, total: None
             return
-        if not self.errors.is_terminal:
-            with self._log_file("reading the prompt") as dots:
-                yield lambda done, total: dots.step("") if done == total else None
-            return
-        columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.errors, transient=True) as progress:
-            task = progress.add_task("reading", total=tokens)
+        with self._shown("reading the prompt", TextColumn("reading"), *COUNTED, transient=True) as shown:
+            task = shown.add_task("reading", total=tokens) if isinstance(shown, Progress) else None
 
             def advance(done: int, total: int) -> None:
-                progress.update(task, completed=done, total=total)
-                if done == total:
-                    progress.stop()
+                if isinstance(shown, Progress) and task is not None:
+                    shown.update(task, completed=done, total=total)
+                if shown is not None and done == total:
+                    shown.step("") if isinstance(shown, Dots) else shown.stop()
 
             yield advance
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
         """A bar that advances by one with each call; the argument names what was done."""
-        if self.quiet:
-            yield lambda done: None
-            return
-        if not self.errors.is_terminal:
-            with self._log_file(what) as dots:
-                steps = itertools.count(1)
-                yield lambda done: dots.step(f"{what}: {next(steps)} of {total}, {done}")
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.errors) as progress:
-            task = progress.add_task(what, total=total)
+        with self._shown(what, NAMED, *COUNTED) as shown:
+            task = shown.add_task(what, total=total) if isinstance(shown, Progress) else None
+            steps = itertools.count(1)
 
             def advance(done: str) -> None:
-                progress.update(task, advance=1, description=f"{what}: {done}")
+                if isinstance(shown, Dots):
+                    shown.step(f"{what}: {next(steps)} of {total}, {done}")
+                elif shown is not None and task is not None:
+                    shown.update(task, advance=1, description=f"{what}: {done}")
 
             yield advance
 
     @contextlib.contextmanager
     def phases(self) -> Iterator[Callable[[str, int, int], None]]:
         """A bar for each phase, called with (phase, done, total); in a log file a line for each phase."""
-        if self.quiet:
-            yield lambda phase, done, total: None
-            return
         known: dict[str, Any] = {}
-        if not self.errors.is_terminal:
-
-            def line(phase: str, done: int, total: int) -> None:
-                part = 4 * done // max(total, 1)
-                if known.get(phase) != part:
-                    known[phase] = part
-                    dots.step(f"{phase}: {done} of {total}", at_once=True)
-
-            with self._log_file("loading") as dots:  # libraries too, which take seconds
-                yield line
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.errors) as progress:
-            loading = progress.add_task("loading", total=None)  # libraries too, which take seconds
+        with self._shown("loading", NAMED, *COUNTED) as shown:  # of libraries, too, which take seconds
+            loading = shown.add_task("loading", total=None) if isinstance(shown, Progress) else None
 
             def update(phase: str, done: int, total: int) -> None:
-                progress.update(loading, visible=False)
-                if phase not in known:
-                    known[phase] = progress.add_task(phase, total=total)
-                progress.update(known[phase], completed=done, total=total)
+                if isinstance(shown, Dots):
+                    part = 4 * done // max(total, 1)
+                    if known.get(phase) != part:
+                        known[phase] = part
+                        shown.step(f"{phase}: {done} of {total}", at_once=True)
+                elif shown is not None and loading is not None:
+                    shown.update(loading, visible=False)
+                    if phase not in known:
+                        known[phase] = shown.add_task(phase, total=total)
+                    shown.update(known[phase], completed=done, total=total)
 
             yield update
 
@@ -257,38 +246,26 @@ class Output:
 
         A log file, where a bar appears only at its end, gets twenty lines per stage.
         """
-        if self.quiet:
-            yield lambda stage, done, total, measured: None
-            return
-
-        def text(measured: dict[str, float]) -> str:
-            return "  ".join(f"{name} {value:,.4g}" for name, value in measured.items())
-
-        if not self.errors.is_terminal:
-            started: dict[str, tuple[float, int]] = {}
-
-            def line(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
-                begin, first = started.setdefault(stage, (time.monotonic(), done))
-                if done % max(1, total // 20) == 0 or done == total:
-                    left = (time.monotonic() - begin) / max(1, done - first) * (total - done)
-                    dots.step(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left", at_once=True)
-
-            with self._log_file("starting") as dots:
-                yield line
-            return
+        known: dict[str, Any] = {}
         columns = (
-            TextColumn("{task.description}"),
+            NAMED,
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[measured]}"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self.errors) as progress:
-            tasks: dict[str, Any] = {}
+        with self._shown("starting", *columns) as shown:
 
             def update(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
-                if stage not in tasks:
-                    tasks[stage] = progress.add_task(stage, total=total, measured="")
-                progress.update(tasks[stage], completed=done, measured=text(measured))
+                text = "  ".join(f"{name} {value:,.4g}" for name, value in measured.items())
+                if isinstance(shown, Dots):
+                    begin, first = known.setdefault(stage, (time.monotonic(), done))
+                    if done % max(1, total // 20) == 0 or done == total:
+                        left = (time.monotonic() - begin) / max(1, done - first) * (total - done)
+                        shown.step(f"{stage} {done}/{total}  {text}  {left:,.0f} s left", at_once=True)
+                elif shown is not None:
+                    if stage not in known:
+                        known[stage] = shown.add_task(stage, total=total, measured="")
+                    shown.update(known[stage], completed=done, measured=text)
 
             yield update

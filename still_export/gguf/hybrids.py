@@ -22,8 +22,11 @@ from still_export.gguf.shared import (
     epsilon,
     experts,
     feed_forward,
+    groups,
     heads,
     rope,
+    routing,
+    shared_size,
 )
 
 if TYPE_CHECKING:
@@ -134,15 +137,13 @@ def _qwen3_next_edits(view: View, config: Config) -> dict[str, Edit]:
 
 def _lfm2(view: View, model_type: str) -> Config:
     sizes = heads(view)
-    if sizes["head_dim"] != view.hidden // sizes["num_attention_heads"]:
-        raise view.refuse(f"{sizes['num_attention_heads']} heads of {sizes['head_dim']} channels for {view.hidden}")
-    del sizes["head_dim"]
+    size = shared_size(view, sizes)
     return {
         **common(view, model_type),
         **sizes,
         "intermediate_size": feed_forward(view),
         "norm_eps": epsilon(view),
-        "rope_parameters": rope(view, view.hidden // sizes["num_attention_heads"]),
+        "rope_parameters": rope(view, size),
         "layer_types": view.kinds(conv="shortconv.conv", full_attention="attn_q"),
         "conv_L_cache": view.keys.whole("shortconv.l_cache"),
         "conv_bias": "shortconv.conv.bias" in view.parts or "shortconv.in_proj.bias" in view.parts,
@@ -151,15 +152,11 @@ def _lfm2(view: View, model_type: str) -> Config:
 
 
 def _lfm2_moe(view: View) -> Config:
-    keys = view.keys
-    if (gating := keys("expert_gating_func", 2)) != 2:
-        raise view.refuse(f"expert_gating_func={gating}")
     return {
         **_lfm2(view, "lfm2_moe"),
         **experts(view),
-        "num_dense_layers": keys.whole("leading_dense_block_count", 0),
-        "norm_topk_prob": bool(keys("expert_weights_norm", True)),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        **routing(view),
+        "num_dense_layers": view.keys.whole("leading_dense_block_count", 0),
         "use_expert_bias": "exp_probs_b.bias" in view.parts,
     }
 
@@ -198,8 +195,6 @@ _LFM2_WHOLE = {
 
 def _kimi(view: View) -> Config:
     keys = view.keys
-    if (gating := keys("expert_gating_func", 2)) != 2:
-        raise view.refuse(f"expert_gating_func={gating}")
     count = next(size for size in view.shape("ssm_a") if size != 1)
     keys("attention.key_length", None), keys("attention.head_count_kv", None)  # sizes of llama.cpp's cache
     rotated = keys.whole("rope.dimension_count")
@@ -215,10 +210,8 @@ def _kimi(view: View) -> Config:
         "n_shared_experts": keys.whole("expert_shared_count", 1),
         "mlp_layer_types": ["sparse" if view.has("ffn_gate_inp", i) else "dense" for i in range(view.layers)],
         "first_k_dense_replace": keys.whole("leading_dense_block_count", 0),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
-        "norm_topk_prob": bool(keys("expert_weights_norm", True)),
-        "n_group": keys.whole("expert_group_count", 1),
-        "topk_group": keys.whole("expert_group_used_count", 1),
+        **routing(view),
+        **groups(view),
         "kv_lora_rank": keys.whole("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.whole("attention.key_length_mla") - rotated,

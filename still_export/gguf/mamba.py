@@ -15,9 +15,12 @@ from still_export.gguf.shared import (
     epsilon,
     experts,
     feed_forward,
+    groups,
     heads,
     rope,
     rotation,
+    routing,
+    shared_size,
 )
 from still_export.gguf.softmax import QKVO, llama
 
@@ -113,7 +116,7 @@ def _granite_hybrid(view: View) -> Config:
         return _bamba(view)
     keys("rope.freq_base", None), keys("rope.dimension_count", None)
     sizes = heads(view)
-    size = _shared_size(view, sizes)
+    size = shared_size(view, sizes)
     routed = "ffn_gate_inp" in view.parts
     shared = feed_forward(view, "expert_shared_feed_forward_length") if routed else view.shape("ffn_up")[0]
     config = {
@@ -138,7 +141,7 @@ def _granite_hybrid(view: View) -> Config:
 def _bamba(view: View) -> Config:
     """transformers rotates half of each head in all Bamba models. Files state half or, if config.json had no value, all."""
     sizes = heads(view)
-    size = _shared_size(view, sizes)
+    size = shared_size(view, sizes)
     positions = rope(view, size)
     if positions.get("partial_rotary_factor", 1.0) not in (0.5, 1.0):
         raise view.refuse(
@@ -157,18 +160,10 @@ def _bamba(view: View) -> Config:
     }
 
 
-def _shared_size(view: View, sizes: Config) -> int:
-    """Remove the head size from `sizes`, because these families' config.json has no field for it."""
-    size = int(sizes.pop("head_dim"))
-    if size != view.hidden // sizes["num_attention_heads"]:
-        raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
-    return size
-
-
 def _granite(view: View) -> Config:
     """Granite with softmax layers only: a hybrid without the others. llama.cpp uses rope.scaling.finetuned to mark positions."""
     config = {**llama(view, "granitemoehybrid")}
-    size = _shared_size(view, config)
+    size = shared_size(view, config)
     return {
         **config,
         **_granite_scales(view, size),
@@ -253,14 +248,10 @@ def _nemotron_h(view: View) -> Config:
         "n_shared_experts": keys.whole("expert_shared_count", 0),
         "moe_intermediate_size": feed_forward(view, "expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": feed_forward(view, "expert_shared_feed_forward_length"),
-        "norm_topk_prob": bool(keys("expert_weights_norm", False)),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
-        "n_group": keys.whole("expert_group_count", 1) or 1,
-        "topk_group": keys.whole("expert_group_used_count", 1) or 1,
+        **routing(view, normed=False),
+        **groups(view),
         "moe_latent_size": keys.whole("moe_latent_size", 0) or None,
     }
-    if (gating := keys("expert_gating_func", 2)) != 2:
-        raise view.refuse(f"expert_gating_func={gating}")
     return {**config, **routed} if "moe" in kinds else config
 
 
@@ -301,7 +292,7 @@ def _period(view: View, part: str, what: str) -> tuple[int, int]:
 def _jamba(view: View) -> Config:
     keys = view.keys
     sizes = heads(view)
-    _shared_size(view, sizes)
+    shared_size(view, sizes)
     attention, offset = _period(view, "attn_q", "attention")
     routed, first = _period(view, "ffn_gate_inp", "experts")
     found = experts(view) if view.layers_with("ffn_gate_inp") else {}

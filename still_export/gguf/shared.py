@@ -212,6 +212,14 @@ def heads(view: View, channels: int = 1) -> Config:
     return {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": size}
 
 
+def shared_size(view: View, sizes: Config) -> int:
+    """Take the size of a head out of `sizes`, for families whose config.json has no field for it."""
+    size = int(sizes.pop("head_dim"))
+    if size != view.hidden // sizes["num_attention_heads"]:
+        raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    return size
+
+
 def feed_forward(view: View, name: str = "feed_forward_length") -> int:
     """Channels of a feed-forward layer; of one value per layer, the one that is not 0."""
     given = view.keys(name, 0)
@@ -228,6 +236,22 @@ def experts(view: View) -> Config:
         "num_experts_per_tok": view.keys.whole("expert_used_count"),
         "moe_intermediate_size": feed_forward(view, "expert_feed_forward_length") or view.shape("ffn_down_exps")[-1],
     }
+
+
+def routing(view: View, normed: bool = True) -> Config:
+    """Routers by sigmoids, the only ones that these families have."""
+    if (gating := view.keys("expert_gating_func", 2)) != 2:
+        raise view.refuse(f"expert_gating_func={gating}")
+    return {
+        "norm_topk_prob": bool(view.keys("expert_weights_norm", normed)),
+        "routed_scaling_factor": view.keys.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+def groups(view: View) -> Config:
+    """Groups of experts, of which a router chooses first."""
+    names = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+    return {ours: view.keys.whole(theirs, 1) or 1 for ours, theirs in names.items()}
 
 
 def rope(view: View, size: int) -> Config:

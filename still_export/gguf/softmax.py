@@ -19,6 +19,7 @@ from still_export.gguf.shared import (
     heads,
     rope,
     rotation,
+    shared_size,
 )
 
 _NORMS = {
@@ -56,9 +57,7 @@ def llama(view: View, model_type: str = "llama") -> Config:
 def _without_head_size(view: View, model_type: str) -> Config:
     """For families whose heads divide the hidden size."""
     config = _dense(view, model_type)
-    size = config.pop("head_dim")
-    if size != view.hidden // config["num_attention_heads"]:
-        raise view.refuse(f"{config['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    shared_size(view, config)
     return config
 
 
@@ -129,13 +128,8 @@ SOFTMAX = {
         {**_LLAMA, **_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
         edits=lambda view, config: dict.fromkeys(
             (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-                "self_attn.q_norm",
-                "self_attn.k_norm",
-                "model.norm",
+                *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
+                *("post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm", "model.norm"),
             ),
             MINUS_ONE,
         ),

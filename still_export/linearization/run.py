@@ -129,17 +129,8 @@ class LinearizationRun:
         """Values that must be equal to resume a run."""
         values = self.recipe.to_dict()
         for name in (
-            "device",
-            "checkpoint_every",
-            "micro_batch_size",
-            "gradient_checkpointing",
-            "precision",
-            "adapter_dtype",
-            "texts",
-            "base",
-            "tokenizer",
-            "start",
-            "chat_file",
+            *("device", "checkpoint_every", "micro_batch_size", "gradient_checkpointing", "precision"),
+            *("adapter_dtype", "texts", "base", "tokenizer", "start", "chat_file"),
         ):
             del values[name]
         tokens = hashlib.sha256(self.corpus.train.tobytes())

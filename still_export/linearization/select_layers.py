@@ -43,20 +43,18 @@ def find_layers(
             f"--mixer {recipe.mixer}: --find-{finder.name} measures layers of mixer {finder.mixer}. Give it without a recipe of another "
             "mixer."
         )
-    accelerator = make_accelerator(recipe)
-    changes: dict[str, Any] = {"layer_types": None, finder.name: None}
-    run = LinearizationRun(replace(recipe, **changes), output, accelerator, lambda *_: None, log)
+    run = _measuring(recipe, output, log, **{finder.name: None})
     tokens, least = min(run.recipe.row_tokens, len(run.corpus.held_out)), finder.least_tokens(run.recipe)
     if tokens < least:
         raise ConfigError(f"rows of {tokens} tokens: {finder.short} --sequence-length {least} and a text as long.")
     run.open_folder(False, force)
     log(f"measuring the layers ({finder.name})")
-    model = run.load_base().to(accelerator.device)
-    ids = held_out_rows(run.corpus, 1, tokens).to(accelerator.device)
+    model = run.load_base().to(run.accelerator.device)
+    ids = held_out_rows(run.corpus, 1, tokens).to(run.accelerator.device)
     found = finder.find(model, make_students(model), ids, run.base_weights)
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         found.write(output / f"{finder.name}.json")
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     return found
 
 
@@ -68,19 +66,23 @@ def select_layers(
     Raises:
         ConfigError: The model has fewer layers, or `output` exists without `force`.
     """
-    accelerator = make_accelerator(recipe)
-    run = LinearizationRun(replace(recipe, layer_types=None, budget=""), output, accelerator, lambda *_: None, log)
+    run = _measuring(recipe, output, log, budget="")
     if not 0 < count <= run.layers:
         raise ConfigError(f"{count} softmax layers of a model with {run.layers}. Choose fewer.")
     run.open_folder(False, force)
     log("measuring what each layer needs")
-    model = run.load_base().to(accelerator.device)
+    model = run.load_base().to(run.accelerator.device)
     needs = needs_of(run, model, make_students(model))
     chosen = needs.ranked()[:count]
     types = tuple(FULL if layer in chosen else recipe.layer for layer in range(run.layers))
     choice = LayerChoice(chosen, needs, types)
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         content = {**asdict(choice), "recipe": recipe.to_dict()}
         (output / "layers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     return choice
+
+
+def _measuring(recipe: Recipe, output: Path, log: Callable[[str], None], **changes: Any) -> LinearizationRun:
+    recipe = replace(recipe, layer_types=None, **changes)
+    return LinearizationRun(recipe, output, make_accelerator(recipe), lambda *_: None, log)

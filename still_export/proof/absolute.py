@@ -113,13 +113,11 @@ def overflow_checks(
 ) -> list[Check]:
     """Whether PyTorch's own runs in the package's type stay finite, and the reference in a wider one; by case."""
     checks = []
-    found = _first(right)
-    if found is not None:
+    if (found := _first(right)) is not None:
         case, overflow = found
         what = f"PyTorch has {overflow.what} {overflow.where} in a wider type than the package's, so the model's weights are damaged"
         checks.append(Check("the reference is finite", False, what, f"{case}, {overflow.where}"))
-    found = _first(overflows)
-    if found is not None:
+    if (found := _first(overflows)) is not None:
         case, overflow = found
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or beyond this type"
         what = f"this model overflows in {dtype} {overflow.where}; {advice}"

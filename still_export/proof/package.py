@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError, unknown
+from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError
 from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
 from still_export.options import check_options, option
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
-
-
-DEVICES = ("cpu", "cuda")
-"""Where PyTorch answers."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,6 @@ class VerifyOptions:
             raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
         if self.reference_device is not None and self.calls is not None:
             raise ConfigError("--calls is what PyTorch answered already: leave out --reference-device.")
-        if self.reference_device not in (None, *DEVICES):
-            raise unknown(self.reference_device, DEVICES, f"--reference-device {self.reference_device}")
 
 
 @dataclass(frozen=True)

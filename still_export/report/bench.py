@@ -12,7 +12,6 @@ MEASURES = {
     "decode_ms": ("One more token", "time, ms"),
     "peak_mb": ("Memory", "peak, MB"),
 }
-SIZES = {"the state": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
 
 
 def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], command: str) -> Report:
@@ -58,8 +57,7 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
         )
         for key, (title, unit) in MEASURES.items()
     ]
-    sizes = {name: [(row["tokens"], row[key] / 1e6) for row in content["state"]] for name, key in SIZES.items()}
-    state = Lines("Size of the state", "context, tokens", "size, MB", sizes, log_x=True, log_y=True)
+    state = Lines.of_state("Size of the state", "the state", content["state"])
     return Report(
         title=f"{content['package']}: speed and memory",
         verdict=f"{last['decode_ms']:.1f} ms a token after {last['length']:,} tokens, {last['peak_mb']:,.0f} MB at the peak ({where})."

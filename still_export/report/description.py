@@ -9,6 +9,11 @@ Cell = str | int | float | None
 Points = Sequence[tuple[float, float]]
 
 
+def plain(name: str) -> str:
+    """A state's, layer's or task's name as words."""
+    return name.replace("_", " ")
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows under named columns.
@@ -49,6 +54,13 @@ class Lines:
     from_zero: bool = True
     limits: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+
+    @classmethod
+    def of_state(cls, title: str, name: str, sizes: Sequence[Mapping[str, int]]) -> Lines:
+        """The state's size by context, as of `package.inspect.state_sizes`, and that of full attention's cache."""
+        keys = {name: "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
+        series = {line: [(row["tokens"], row[key] / 1e6) for row in sizes] for line, key in keys.items()}
+        return cls(title, "context, tokens", "size, MB", series, log_x=True, log_y=True)
 
 
 @dataclass(frozen=True)

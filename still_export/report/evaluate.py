@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from still_export.evaluation.intervals import share
-from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table
+from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table, plain
 
 FEWEST = 3
 """Least points of a plot; fewer are shown as a table only."""
@@ -30,20 +30,20 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
             parts.append(Plots("Quality over cost", plots))
     if bits:
         texts = list(next(iter(bits.values())))
-        groups = {text: {_plain(variant): row[text] for variant, row in bits.items()} for text in texts}
+        groups = {text: {plain(variant): row[text] for variant, row in bits.items()} for text in texts}
         parts.append(
             Plots("Text", [Bars("Bits per byte: less is better", "text @ context, tokens", "bits per byte", groups)])
         )
     for text in next(iter(content["perplexity"].values()), {}):
         by_range = {variant: row[text] for variant, row in content["perplexity"].items()}
         spans = list(next(iter(by_range.values())))
-        groups = {span: {_plain(variant): row[span] for variant, row in by_range.items()} for span in spans}
+        groups = {span: {plain(variant): row[span] for variant, row in by_range.items()} for span in spans}
         parts.append(
             Plots(f"{text} by position", [Bars("Perplexity: less is better", "positions", "perplexity", groups)])
         )
     for task in next(iter(found.values()), {}):
         maps = [_heatmap(variant, rows[task], depths) for variant, rows in found.items()]
-        parts.append(Plots(f"Retrieval: {_plain(task)}", maps))
+        parts.append(Plots(f"Retrieval: {plain(task)}", maps))
     return Report(
         title=f"{model}: what it knows",
         verdict=_verdict(bits, found),
@@ -57,7 +57,7 @@ def _qualities(bits: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, d
     """Quality measures to plot, by variant: bits per byte of each text, accuracy of each task over all lengths."""
     return {
         variant: {f"bits/byte, {text}": value for text, value in bits.get(variant, {}).items()}
-        | {f"{_plain(task)}: right": _mean(rows) for task, rows in found.get(variant, {}).items() if rows}
+        | {f"{plain(task)}: right": _mean(rows) for task, rows in found.get(variant, {}).items() if rows}
         for variant in dict.fromkeys([*bits, *found])
     }
 
@@ -73,10 +73,6 @@ def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Ma
             yield Lines(f"{measure} over {cost}", cost, measure, series, from_zero=False)
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", " ")
-
-
 def _mean(by_length: Mapping[Any, list[float]]) -> float:
     values = [value for row in by_length.values() for value in row]
     return sum(values) / len(values)
@@ -87,7 +83,7 @@ def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     said, names = [], list(dict.fromkeys([*bits, *found]))
     for variant in [v for v in ("still", "teacher") if v in names] if "still" in names else names:
         values = list(bits.get(variant, {}).values())
-        shares = [f"{_plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
+        shares = [f"{plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
         measured = [f"{sum(values) / len(values):.4f} bits per byte"] if values else []
         said.append(f"{variant}: {', '.join(measured + shares)}")
     return "; ".join(said) or "Nothing was measured."
@@ -99,7 +95,7 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> T
     cells = [(task, length) for task, rows in next(iter(found.values()), {}).items() for length in rows]
     rows: list[list[Cell]] = [
         [
-            _plain(variant),
+            plain(variant),
             *(bits[variant][text] for text in texts),
             *(share(_mean({0: found[variant][task][length]}), prompts) for task, length in cells),
         ]
@@ -108,7 +104,7 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> T
     columns = [
         "model",
         *(f"bits/byte, {t}" for t in texts),
-        *(f"{_plain(t)}, {n}" for t, n in cells),
+        *(f"{plain(t)}, {n}" for t, n in cells),
     ]
     note = f"Retrieval: share of right answers to {prompts} prompts of a length in tokens, with its 95% confidence interval."
     return Table("Results", columns, rows, note if cells else "")
@@ -119,5 +115,5 @@ def _heatmap(variant: str, rows: Mapping[Any, list[float]], depths: int) -> Heat
     cells = {
         (str(length), place): value for length, row in rows.items() for place, value in zip(places, row, strict=True)
     }
-    title = f"{_plain(variant)}: {_mean(rows):.0%}"
+    title = f"{plain(variant)}: {_mean(rows):.0%}"
     return Heatmap(title, "prompt, tokens", "depth (0 = far)", "right", cells)

@@ -7,7 +7,7 @@ from typing import Any
 
 from still_export.doctor import Finding
 from still_export.package.inspect import spans
-from still_export.report.description import Cell, Lines, Plots, Report, Table
+from still_export.report.description import Cell, Lines, Plots, Report, Table, plain
 
 
 def page(
@@ -17,23 +17,16 @@ def page(
     here: Sequence[Finding],
     machine: Mapping[str, str],
 ) -> Report:
-    sizes = {"this package": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
-    state = Lines(
-        "State of one row",
-        "context, tokens",
-        "size, MB",
-        {name: [(row["tokens"], row[key] / 1e6) for row in found["state"]] for name, key in sizes.items()},
-        log_x=True,
-        log_y=True,
-    )
+    """The page of a package."""
+    state = Lines.of_state("State of one row", "this package", found["state"])
     kinds: list[list[Cell]] = [
         [
-            _plain(kind["kind"]),
+            plain(kind["kind"]),
             spans(kind["layers"]),
             len(kind["layers"]),
             kind["bytes_at_capacity"] / 1e6,
-            ", ".join(map(_plain, kind["states"])),
-            ", ".join(map(_plain, kind["growing"])) or "none",
+            ", ".join(map(plain, kind["states"])),
+            ", ".join(map(plain, kind["growing"])) or "none",
         ]
         for kind in found["layers"]
     ]
@@ -51,7 +44,7 @@ def page(
             Table("Runtimes on this machine", ["", "where", "with", "what to do"], runs),
             Plots("State by context length", [state]),
             Table("Layers", ["kind", "layers", "count", "state at capacity, MB", "states", "of them grow"], kinds),
-            Table("Precision", ["what", "type"], [[what, _plain(kind)] for what, kind in found["precision"].items()]),
+            Table("Precision", ["what", "type"], [[what, plain(kind)] for what, kind in found["precision"].items()]),
             Table(
                 "Operators of the graph",
                 ["count", "operator"],
@@ -68,7 +61,3 @@ def page(
         machine=machine,
         command=found["command"],
     )
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", " ")

@@ -256,7 +256,6 @@ class OrtModel(Runner):
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
 
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
-        """Run one call; return its output `wanted`."""
         rows, tokens = input_ids.shape
         counts = self._counts(input_ids, new_tokens)
         self.guessed = None
@@ -321,7 +320,6 @@ class OrtModel(Runner):
         return self.values.floats(self._stepped(token)["logits"])[:, -1]
 
     def _stepped(self, token: np.ndarray) -> dict[str, Any]:
-        """What the replay of a step gives, which is read then."""
         values = self._replay(token[:, None])
         self.length = self.length + 1
         if self.head:
@@ -350,8 +348,6 @@ class OrtModel(Runner):
 
 
 def main() -> int:
-    """Program of run_ort.py."""
-
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--threads", type=int, default=0, help="0 = OMP_NUM_THREADS, or ONNX Runtime's choice (default)"

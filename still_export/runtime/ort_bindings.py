@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, REPLAY
@@ -29,7 +30,7 @@ class Bindings:
     """
 
     def __init__(self, model: OrtModel) -> None:
-        self.model = model
+        self.model: OrtModel = proxy(model)  # memory of a model goes with its last user
         self.adapter: dict[str, Any] = {}
         self.given: dict[str, Any] = {}
         self.clear()

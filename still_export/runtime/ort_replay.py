@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import proxy
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Replays:
     """The captured calls, by tokens and by which buffers hold the states."""
 
     def __init__(self, model: OrtModel) -> None:
-        self.model = model
+        self.model: OrtModel = proxy(model)  # as in Bindings
         self._count = 0  # captured so far
         self.clear()
 

@@ -199,7 +199,6 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
 
 
 def _size(tensor: StoredTensor) -> int:
-    """Bytes that its type and shape say."""
     return math.prod(tensor.shape) * np.dtype(NUMPY_TYPES[tensor.type]).itemsize
 
 

@@ -113,7 +113,6 @@ class States:
         self.turn ^= turn if others else 0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Of the states by name, until the next call."""
         return {s.name: self.values.array(self.past[s.name]) for s in self.table}
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:

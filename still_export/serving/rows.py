@@ -51,7 +51,6 @@ class Rows:
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
         return sum(1 for _ in self)
 
     def shrink(self) -> None:
@@ -117,7 +116,6 @@ class Rows:
         return len(left) if len(left) < len(request.prompt) and list(request.prompt[: len(left)]) == left else 0
 
     def _read_by(self, row: Row) -> list[int]:
-        """The tokens that a row's state has read."""
         return [*row.request.prompt, *row.request.tokens][: int(self.model.length[row.number])]
 
     def _bare(self, row: Row) -> bool:

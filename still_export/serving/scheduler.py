@@ -17,8 +17,7 @@ from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text
-from still_export.serving.queue import STOPPING, Queue
-from still_export.serving.requests import Event, Request, Row
+from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
 from still_export.serving.rows import Rows
 
 GRID = 64
@@ -98,12 +97,10 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a row."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests that have a row."""
         return self._rows.running
 
     @property
@@ -174,7 +171,6 @@ class Scheduler:
             self._free(row)
 
     def _admit(self) -> None:
-        """Give free rows to those that wait."""
         while self.running < len(self._rows) and (request := self._queue.pop()):
             row = self._rows.take(request, self.text)
             try:
@@ -294,7 +290,6 @@ class Scheduler:
         return [found[row.number - first] for row in rows]
 
     def _fail(self, rows: list[Row], error: BaseException) -> None:
-        """End the requests of `rows` with an error."""
         self.broken = " ".join(str(error).split()) or type(error).__name__
         print(f"a call failed: {self.broken}", file=sys.stderr)
         for row in rows:

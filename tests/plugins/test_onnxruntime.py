@@ -172,6 +172,13 @@ def one_call(library: str, **changes: Any) -> Any:
     return runner(feeds | changes)
 
 
+def zeros(session: Any) -> dict[str, np.ndarray]:
+    """Inputs of one token."""
+    sizes = {"B": 1, "T": 1, "N": 4}
+    kinds = {i.name: np.int64 if "int" in i.type else np.float32 for i in session.get_inputs()}
+    return {i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.name]) for i in session.get_inputs()}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -193,14 +200,8 @@ def test_wrong_calls_are_refused(library: str, changes: dict[str, Any], message:
             if info.name == "feature_k_weight":
                 info.type.tensor_type.shape.dim[1].dim_value = 7
         session = body.session(model, library=library)
-        feeds = {
-            i.name: np.zeros(
-                [{"B": 1, "T": 1, "N": 4}.get(d, d) for d in i.shape], np.int64 if "int" in i.type else np.float32
-            )
-            for i in session.get_inputs()
-        }
         with pytest.raises(Exception, match=message):
-            session.run(None, feeds)
+            session.run(None, zeros(session))
         return
     with pytest.raises(Exception, match=message):
         one_call(library, **changes)
@@ -217,15 +218,9 @@ def test_another_rank_in_the_place_of_an_optional_input_is_refused(library: str,
                 for _ in range(rank):
                     info.type.tensor_type.shape.dim.add().dim_value = 1
         session = body.session(model, library=library)
-        feeds = {
-            i.name: np.zeros(
-                [{"B": 1, "T": 1, "N": 4}.get(d, d) for d in i.shape], np.int64 if "int" in i.type else np.float32
-            )
-            for i in session.get_inputs()
-        }
         expected = r"expected \[.*H=6.*, got \[\]" if rank == 0 else r"rank 9 is outside 0\.\.8"
         with pytest.raises(Exception, match=f"{name}: {expected}"):
-            session.run(None, feeds)
+            session.run(None, zeros(session))
 
 
 def test_unknown_attribute_value_and_dtype_are_refused_at_creation(library: str) -> None:

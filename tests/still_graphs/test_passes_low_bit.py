@@ -111,34 +111,21 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     assert applied(fuse_norms, model) == applied(fuse_gates, model) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"halves": ("up", "gate")},
-        {"halves": ("gate", "gate")},
-        {"product": "MatMul"},
-        {"dtype": "float32"},
-        {"axis": 1},
-        {"outputs": ("y", "silu")},
-        {"outputs": ("y", "up")},
-    ],
-    ids=str,
-)
-def test_other_gates_stay(change: dict[str, Any]) -> None:
-    model = model_of(**change)
-    applied(sum_in_float32, model)
-    demand_unchanged(fuse_gates, model)
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    *(("gates", {"halves": halves}) for halves in (("up", "gate"), ("gate", "gate"))),
+    *(("gates", {"outputs": ("y", more)}) for more in ("silu", "up")),
+    *((kind, {"product": "MatMul"}) for kind in ("gates", "norms")),
+    *((kind, {"dtype": "float32"}) for kind in ("gates", "norms")),
+    ("gates", {"axis": 1}),
+    *(("norms", change) for change in ({"norm": "tokens"}, {"outputs": ("y", "x")}, {"late": True})),
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"norm": "tokens"}, {"product": "MatMul"}, {"dtype": "float32"}, {"outputs": ("y", "x")}, {"late": True}],
-    ids=str,
-)
-def test_other_first_norms_stay(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind, change", OTHERS, ids=str)
+def test_other_gates_and_first_norms_stay(kind: str, change: dict[str, Any]) -> None:
     model = model_of(**change)
     applied(sum_in_float32, model)
-    demand_unchanged(fuse_norms, model)
+    demand_unchanged({"gates": fuse_gates, "norms": fuse_norms}[kind], model)
 
 
 def test_results_have_types() -> None:

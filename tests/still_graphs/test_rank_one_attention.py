@@ -14,6 +14,7 @@ from still_graphs.errors import ShapeError
 from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.pieces import counts_of, pieces
 from tests.still_kernels.linear_attention.inputs import BOUND, HARD_BOUND, SPLITS, Split, error
 
 SIZES = {"H": 3, "D": 10, "V": 7}
@@ -21,19 +22,20 @@ STRENGTHS = {0.6: BOUND, 60.0: HARD_BOUND}
 """The largest decay of a token, and the error that is allowed."""
 
 
-def looped(x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one sequence [T, H, ...], the state moved by whole matrices [H, D, D]."""
-    outputs = []
+def looped(x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Outputs of one sequence [T, H, ...], the state moved by whole matrices [H, D, D], and the state before and after each token."""
+    outputs, states = [], [torch.zeros(*SIZES.values(), dtype=torch.float64)]
     for t in range(len(x["query"])):
         move = torch.eye(SIZES["D"]).double() + x["write_key"][t, :, :, None] * x["read_key"][t, :, None]
-        state = move @ (x["decay"][t].exp()[..., None] * state) + x["key"][t, :, :, None] * x["value"][t, :, None]
+        state = move @ (x["decay"][t].exp()[..., None] * states[-1]) + x["key"][t, :, :, None] * x["value"][t, :, None]
         outputs.append(torch.einsum("hd,hdv->hv", x["query"][t], state))
-    return torch.stack([*outputs, torch.zeros(SIZES["H"], SIZES["V"]).double()])[:-1], state
+        states.append(state)
+    return torch.stack(outputs), states
 
 
 def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences with NaN where there is no token, their outputs and states."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in splits])
+    counts = counts_of(splits)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
 
     def normal(size: int) -> Tensor:
@@ -44,18 +46,10 @@ def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Ite
     x |= {"read_key": -unit, "write_key": unit * torch.rand(unit.shape, generator=generator).double()}
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     x["decay"] = -strength * torch.rand(unit.shape, generator=generator)
-    state, start = torch.zeros(2, *SIZES.values(), dtype=torch.float64), [0, 0]
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=t.dtype) for name, t in x.items()}
-        output = torch.zeros(2, longest, SIZES["H"], SIZES["V"], dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            part = {name: t[row, start[row] : start[row] + count] for name, t in x.items()}
-            for name, t in part.items():
-                feeds[name][row, :count] = t
-            output[row, :count], state[row] = looped({name: t.double() for name, t in part.items()}, state[row])
-            start[row] += count
-        yield Inputs(**feeds, new_tokens=new), output, state
+    made = [looped({name: tensor[row].double() for name, tensor in x.items()}) for row in range(2)]
+    for feeds, past, output in pieces(x, [outputs for outputs, _ in made], counts):
+        ends = (past + feeds["new_tokens"]).tolist()
+        yield Inputs(**feeds), output, torch.stack([states[end] for (_, states), end in zip(made, ends, strict=True)])
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

@@ -12,7 +12,7 @@ from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize, relative_error
-from still_export.graph.quantization.stored import store_values
+from still_export.graph.quantization.stored import as_words, store_values
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place
@@ -79,7 +79,7 @@ class StackedWeight:
             return store_values(model, f"{self.name}.{part}", [experts, rows, columns], kind, values)
 
         codes = add(
-            "blocks", inputs * bits // 8 // WORD, ir.DataType.INT32, lambda x: _words(x.packed.reshape(rows, -1))
+            "blocks", inputs * bits // 8 // WORD, ir.DataType.INT32, lambda x: as_words(x.packed.reshape(rows, -1))
         )
         zero = None
         if self.form.zero_points:
@@ -87,7 +87,7 @@ class StackedWeight:
                 "zero_points",
                 -(-blocks * bits // (8 * WORD)),
                 ir.DataType.INT32,
-                lambda x: _words(_there(x.zero_points)),
+                lambda x: as_words(_there(x.zero_points)),
             )
         scales = add("scales", blocks, dtype, lambda x: x.scales.astype(dtype.numpy()))
         return [codes, scales, zero]
@@ -112,13 +112,6 @@ def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> No
         model.graph.insert_before(node, made)
         put_in_place(node.outputs[0], made.outputs[0])
         model.graph.remove(node, safe=True)
-
-
-def _words(packed: np.ndarray) -> np.ndarray:
-    """Bytes [rows, n] as words, the first byte lowest; filled up with 0."""
-    short = -packed.shape[1] % WORD
-    filled = np.pad(packed, ((0, 0), (0, short))) if short else packed  # a copy, also where nothing is added
-    return np.ascontiguousarray(filled).view("<i4")
 
 
 def _there(values: np.ndarray | None) -> np.ndarray:

@@ -20,7 +20,14 @@ import torch
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, LEAST, MIDDLE, ORDER, SUMS
 from still_export.graph.quantization.policy import NODES
-from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
+from still_export.graph.quantization.stored import (
+    StoredWeight,
+    as_words,
+    at_start,
+    cast_value,
+    replace_nodes,
+    store_values,
+)
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.read.blocks import BlockWeight, unpack
 from still_export.models.read.super_blocks import tile_numbers, tile_words
@@ -357,13 +364,13 @@ class PluginProduct(Product):
     def _held(self) -> dict[str, ir.Value]:
         words = self.inputs * self.form.bits // 32
         packed = self._below_each_other(lambda w: w.packed)
-        found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: _words(packed()))}
+        found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: as_words(packed()))}
         scales, scale_type = self._below_each_other(lambda w: w.scales), self.weights[0].scale_type
         found["scales"] = self._stored("scales", [self.outputs, self.blocks], scale_type, scales)
         if self.form.zero_points:
             words, zero = -(-self.blocks * self.form.bits // 32), self._below_each_other(lambda w: w.zero_points)
             shape = [self.outputs, words]
-            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: _words(zero()))
+            found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: as_words(zero()))
         if self.offsets:
             read = self._offset_rows if self._offsets != LEAST else self._below_each_other(_least)
             found[self._offsets] = self._stored(self._offsets, [self.outputs, self.blocks], scale_type, read)
@@ -420,7 +427,7 @@ class Float8Product(PluginProduct):
             self._below_each_other(lambda w: w.scales, turned=True),
         )
         shape = [self.outputs, self.inputs // 4]
-        codes = self._stored(FLOAT8_CODES, shape, ir.DataType.INT32, lambda: _words(packed()))
+        codes = self._stored(FLOAT8_CODES, shape, ir.DataType.INT32, lambda: as_words(packed()))
         return {
             FLOAT8_CODES: codes,
             "scales": self._stored("scales", [self.blocks, self.outputs], ir.DataType.FLOAT, scales),
@@ -429,12 +436,6 @@ class Float8Product(PluginProduct):
 
 PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedProduct, PluginProduct), strict=True))
 """By Layout.nodes."""
-
-
-def _words(rows: np.ndarray) -> np.ndarray:
-    """Bytes of each row, filled up with 0 to whole words, as int32 with the first byte lowest."""
-    rows = rows.reshape(len(rows), -1)
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view("<i4")
 
 
 def _least(weight: BlockWeight) -> np.ndarray:

@@ -123,3 +123,9 @@ def replace_nodes(model: ir.Model, nodes: list[ir.Node], values: list[ir.Value])
         turned = weight.producer() if weight is not None else None
         if turned is not None and turned.op_type == "Transpose" and not turned.outputs[0].uses():
             model.graph.remove(turned, safe=True)
+
+
+def as_words(rows: np.ndarray) -> np.ndarray:
+    """Bytes of each row, filled up with 0 to whole words, as int32 with the first byte lowest."""
+    rows = rows.reshape(len(rows), -1)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))).view("<i4")

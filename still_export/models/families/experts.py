@@ -123,7 +123,6 @@ def _stacked_blocks(parts: Sequence[Mapping[int, Weight]]) -> SourceBlocks | Non
 
 
 def _of_expert(parts: Sequence[Mapping[int, Weight]], number: int) -> BlockWeight:
-    """Blocks of one expert."""
     rows = parts[0][number].shape[0]
     held = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
     return joined(held, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
@@ -138,5 +137,4 @@ def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch
 
 
 def _part(parts: Sequence[Mapping[int, Weight]], number: int) -> Tensor:
-    """One expert."""
     return torch.stack([narrow_value_of(each[number]) for each in parts], dim=1).flatten(0, 1)

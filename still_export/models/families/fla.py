@@ -79,8 +79,6 @@ class GatedRMSNorm(LlamaRMSNorm):
 
 
 class FlaMixer(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
-
     names: ClassVar[tuple[str, str]] = ("k_proj", "v_proj")
     """Projections to keys and to values."""
 
@@ -109,7 +107,6 @@ class FlaMixer(nn.Module):
         raise NotImplementedError
 
     def add_gate_and_norm(self, config: Any) -> None:
-        """A gate of the output, where there is one, and the norm of its heads."""
         if config.linear_gate is not None:
             self.g_proj = nn.Linear(config.hidden_size, self.outputs, bias=False)
         self.o_norm: nn.Module = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)

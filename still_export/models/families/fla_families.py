@@ -192,10 +192,7 @@ def fla_family(kind: FlaKind, module: str = __name__) -> Family:
     )
 
 
-NAMES = (
-    ("model.embeddings.", "model.embed_tokens."),
-    (".attn.g_norm_swish_gate.", ".attn.o_norm."),
-)
+NAMES = (("model.embeddings.", "model.embed_tokens."), (".attn.g_norm_swish_gate.", ".attn.o_norm."))
 _NORM = ((".attn.g_norm.", ".attn.o_norm."),)
 
 

@@ -21,10 +21,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, linear_family
 
-PLACES = {
-    "linear_attention": Place("gated_delta_net", ("linear_attn",)),
-    "full_attention": Place(FULL, ("self_attn",)),
-}
+PLACES = {"linear_attention": Place("gated_delta_net", ("linear_attn",)), "full_attention": Place(FULL, ("self_attn",))}
 
 
 class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
@@ -53,8 +50,6 @@ class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
 
 
 class Qwen3_5ModelMixin(LinearModelMixin):
-    """Positions of text."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model.rotary_emb = Qwen3_5TextPositions(config)

@@ -115,8 +115,6 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class HypeAttention(nn.Module):
-    """The weights of a softmax layer's attention under their names; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.use_rope, self.factor = layer_idx, config.attention_rope, config.query_scale

@@ -59,7 +59,6 @@ def tensors(found: dict[str, Weight]) -> dict[str, Weight]:
 
 
 def _families() -> tuple[Family, ...]:
-    """The family, where transformers has it."""
     try:
         from transformers import LaraMiniConfig, LaraMiniForCausalLM  # type: ignore[attr-defined]
     except ImportError:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    Lfm3Config,
-    Lfm3ForCausalLM,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, Lfm3Config, Lfm3ForCausalLM
 
 from still_export.mixers.layers import FULL, WINDOWED
 from still_export.models.families.linear_mixins import Place, linear_family

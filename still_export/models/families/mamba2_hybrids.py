@@ -39,11 +39,7 @@ class FalconModelMixin(LinearModelMixin):
 
 FAMILIES = (
     linear_family(
-        __name__,
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
-        PLACES,
-        (LinearConfigMixin, GraniteModelMixin),
+        __name__, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PLACES, (LinearConfigMixin, GraniteModelMixin)
     ),
     linear_family(__name__, BambaConfig, BambaForCausalLM, PLACES),
     linear_family(

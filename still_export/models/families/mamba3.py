@@ -73,8 +73,6 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Mamba3Weights(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.least, self.normed = layer_idx, config.least_rate, config.output_norm

@@ -138,7 +138,6 @@ class InLlamaConfigMixin(LinearConfigMixin):
 
     @property
     def second(self) -> bool:
-        """Its linear layers are Mamba-2."""
         return not self.model_type.endswith("mamba")  # type: ignore[attr-defined]
 
     @property
@@ -217,8 +216,6 @@ class InLlamaWeights(nn.Module):
 
 
 class InLlamaMamba(InLlamaWeights):
-    """The weights of a layer of Mamba; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         inner, shared, width = config.mamba_inner, config.mamba_shared, config.hidden_size
         super().__init__(config, layer_idx, inner if config.mamba_repeat_first else shared, inner)
@@ -231,8 +228,6 @@ class InLlamaMamba(InLlamaWeights):
 
 
 class InLlamaMamba2(InLlamaWeights):
-    """The same of Mamba-2."""
-
     time_step_limit = (0.0, math.inf)
 
     def __init__(self, config: Any, layer_idx: int) -> None:

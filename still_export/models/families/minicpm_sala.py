@@ -137,8 +137,6 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
 
 
 class SalaSparseMixer(nn.Module):
-    """The weights of a sparse layer's mixer under their names; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.use_rope = layer_idx, config.attention_rope
@@ -152,8 +150,6 @@ class SalaSparseMixer(nn.Module):
 
 
 class SalaLightningMixer(nn.Module):
-    """The same of a Lightning layer."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.heads, self.head_dim = layer_idx, config.lightning_heads, config.head_dim
@@ -189,16 +185,12 @@ class SalaBlock(nn.Module):
 
 
 class LightningConfigMixin(LinearConfigMixin):
-    """Sizes of Lightning layers."""
-
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
         config: Any = self
         return config.lightning_heads, config.head_dim, config.head_dim, config.lightning_scale
 
 
 class SalaConfigMixin(LightningConfigMixin):
-    """How its sparse layers choose."""
-
     def block_choice(self) -> dict[str, int]:
         return dict(self.sparse_config or {})  # type: ignore[attr-defined]
 

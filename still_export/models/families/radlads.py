@@ -201,8 +201,6 @@ _EPSILON = 1e-5
 
 
 class QwenProjections(nn.Module):
-    """A layer's projections, and the norms of queries and keys where the model has them."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.dim = layer_idx, config.head_dim
@@ -240,8 +238,6 @@ class RuleWeights(QwenProjections):
 
 
 class Rwkv6Attention(RuleWeights):
-    """The weights of a layer of RWKV-6; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         width, shift = config.hidden_size, config.ranks[-1]
@@ -253,8 +249,6 @@ class Rwkv6Attention(RuleWeights):
 
 
 class Rwkv7Attention(RuleWeights):
-    """The same of RWKV-7."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         width, heads = config.hidden_size, config.num_attention_heads * self.dim

@@ -151,8 +151,6 @@ class Rwkv6TimeMix(nn.Module):
 
 
 class Rwkv6ChannelMix(nn.Module):
-    """The weights of what mixes channels."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.ranks = layer_idx, config.ranks

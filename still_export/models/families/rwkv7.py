@@ -108,8 +108,6 @@ def low_rank(width: int, rank: int, activation: nn.Module, bias: bool = True, wi
 
 
 class Rwkv7TimeMix(nn.Module):
-    """The weights of what mixes tokens under their names; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.heads, self.key_epsilon = layer_idx, config.num_attention_heads, config.key_epsilon
@@ -128,8 +126,6 @@ class Rwkv7TimeMix(nn.Module):
 
 
 class Rwkv7ChannelMix(nn.Module):
-    """The weights of what mixes channels."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx

@@ -1,4 +1,7 @@
-"""A language model of layers one after the other, for families that transformers has no class for, or none that takes our cache."""
+"""A language model of layers one after the other, for families that transformers has no class for, or none that takes our cache.
+
+Modules of families hold weights under the names of the files; a mixer of ours takes the place of what mixes tokens.
+"""
 
 from __future__ import annotations
 

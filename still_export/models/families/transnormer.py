@@ -105,8 +105,6 @@ class Places(nn.Module):
 
 
 class TransNormerMixer(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx, self.layers, self.heads = layer_idx, config.num_hidden_layers, config.num_attention_heads
@@ -143,8 +141,6 @@ class TransNormerBlock(nn.Module):
 
 
 class TransNormerConfigMixin(LinearConfigMixin):
-    """Sizes of its Lightning layers."""
-
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
         config: Any = self
         size: int = config.lightning_size

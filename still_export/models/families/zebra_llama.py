@@ -88,8 +88,6 @@ def _of_every_head(whole: Weight, size: int, heads: int) -> Tensor:
 
 
 class ZebraAttention(nn.Module):
-    """The weights of a layer's attention to latents; a mixer of ours takes its place."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx

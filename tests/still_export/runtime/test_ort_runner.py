@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -370,3 +371,13 @@ def test_runtimes_that_are_too_old_are_refused_before_a_session(
     monkeypatch.setattr(onnxruntime, "InferenceSession", None)
     with pytest.raises(RunError, match=f"onnxruntime {version} is installed, and packages need 1.25"):
         OrtModel(export_tiny().path)
+
+
+def test_a_model_that_nobody_has_is_gone(export_tiny: Exporter) -> None:
+    """Its memory, too: proofs open one session after another."""
+    model = OrtModel(export_tiny().path, threads=1)
+    model.start()
+    model.feed(np.array([[1, 2, 3]]))
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None

@@ -221,9 +221,9 @@ def test_verify_reads_guesses_and_sees_one_that_is_not_undone(
     assert failed and all(case.endswith("guessed") for case in failed)
 
 
-def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
-    package = export_tiny(options={"speculate": GUESSES, "native": None}, layer_types=MIXED)
-    model, two = begun(opened(package.path)), np.full((SEQUENCES, 2), 5)
+def demand_refusals(model: Runner) -> None:
+    """Of what is accepted, and of more guesses than a call takes."""
+    two = np.full((SEQUENCES, 2), 5)
     with pytest.raises(RunError, match="nothing was guessed"):
         model.accept(np.ones(SEQUENCES))
     for wrong in ([3, 1, 1], [-1, 1, 1], [1, 1]):
@@ -236,8 +236,13 @@ def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
         model.accept(np.ones(SEQUENCES))
     with pytest.raises(RunError, match="5 guesses in one call, and this package takes 4"):
         model.guess(np.full((SEQUENCES, GUESSES + 2), 5))
+
+
+def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
+    package = export_tiny(options={"speculate": GUESSES, "native": None}, layer_types=MIXED)
+    demand_refusals(begun(opened(package.path)))
     with pytest.raises(RunError, match="exported with --speculate"):
-        begun(opened(export_tiny(layer_types=MIXED).path)).guess(two)
+        begun(opened(export_tiny(layer_types=MIXED).path)).guess(np.full((SEQUENCES, 2), 5))
     source = package.manifest["config"]["model"]
     with pytest.raises(
         ConfigError, match=f"--speculate {CHUNK + 1} is more than a chunk of this model, {CHUNK} tokens"

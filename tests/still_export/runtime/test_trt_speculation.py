@@ -31,7 +31,15 @@ from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.head_models import published
 from tests.still_export.linear_models import linear_model
 from tests.still_export.packages import lower_package, portable_package
-from tests.still_export.runtime.test_speculation import CLOSE, GUESSES, PROMPT, SEQUENCES, begun, check_models
+from tests.still_export.runtime.test_speculation import (
+    CLOSE,
+    GUESSES,
+    PROMPT,
+    SEQUENCES,
+    begun,
+    check_models,
+    demand_refusals,
+)
 from tests.still_export.tiny import CHUNK, MIXED
 
 pytestmark = pytest.mark.slow  # each exports a model
@@ -140,17 +148,8 @@ def test_verify_reads_guesses_and_sees_one_that_is_not_undone(
 
 def test_refusals(export_tiny: Exporter, module: FakeTensorRT, tmp_path: Path) -> None:
     path = built(still(export_tiny), tmp_path / "trt")
-    model, two = begun(TrtModel(path)), np.full((SEQUENCES, 2), 5)
-    with pytest.raises(RunError, match="nothing was guessed"):
-        model.accept(np.ones(SEQUENCES))
-    model.guess(two)
-    with pytest.raises(RunError, match=r"accepted=\[3, 1, 1\] of the \[2, 2, 2\] tokens"):
-        model.accept(np.array([3, 1, 1]))
-    model.feed(two[:, :1])
-    with pytest.raises(RunError, match="another call was made since"):
-        model.accept(np.ones(SEQUENCES))
-    with pytest.raises(RunError, match="5 guesses in one call, and this package takes 4"):
-        model.guess(np.full((SEQUENCES, GUESSES + 2), 5))
+    model = begun(TrtModel(path))
+    demand_refusals(model)
     before, model._kept = model.state_arrays(), {}
     limit, model.driver.limit = model.driver.limit, sum(len(block) for block in model.driver.blocks.values())
     with pytest.raises(RunError, match=r"out of device memory.*keep a copy.*--guess none"):

@@ -18,8 +18,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text
-from still_export.serving.queue import QueueFullError, StoppingError
-from still_export.serving.requests import Event, Request
+from still_export.serving.requests import Event, QueueFullError, Request, StoppingError
 from still_export.serving.scheduler import Scheduler
 from tests.still_export.serving.conftest import CONTEXT
 

@@ -34,17 +34,23 @@ def reusing(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     return attach_untrained(plain, StillConfig(**{**SMALL, "layer_types": TYPES, "reuse": REUSE, **changes}))
 
 
-@torch.no_grad()
-def test_a_layer_reads_the_blocks_of_its_source_in_any_split() -> None:
-    """Layer 3 by the formula with the choice of layer 0, which its own would not be."""
-    ours = reusing()
-    ids, seen = random_ids(1, 130), {}
+def watched(ours: Any) -> dict[int, Any]:
+    """By layer what the next call gives the attention of layers 0 and 3, and what it makes of it."""
+    seen: dict[int, Any] = {}
     for index in (0, 3):
         module = ours.model.layers[index].self_attn
         module.register_forward_hook(
             lambda m, a, k, out, index=index: seen.update({index: (k.get("hidden_states", *a[:1]), k, out[0])}),
             with_kwargs=True,
         )
+    return seen
+
+
+@torch.no_grad()
+def test_a_layer_reads_the_blocks_of_its_source_in_any_split() -> None:
+    """Layer 3 by the formula with the choice of layer 0, which its own would not be."""
+    ours = reusing()
+    ids, seen = random_ids(1, 130), watched(ours)
     whole = ours(ids, use_cache=False).logits
     parts = {}
     for index, (hidden, given, _) in seen.items():
@@ -69,14 +75,7 @@ def test_single_tokens_are_chosen_by_softmax_itself() -> None:
     """Blocks of one token: of each key/value head the first token, the own one and two before it, and of the others those of the most
     attention; a layer reads those of its source. One token fewer, and the layer's own choice, are seen."""
     ours = reusing(block_size=1, mean_stride=1, mean_length=1, top_blocks=12)
-    seen: dict[int, Any] = {}
-    for index in (0, 3):
-        module = ours.model.layers[index].self_attn
-        module.register_forward_hook(
-            lambda m, a, k, out, index=index: seen.update({index: (k.get("hidden_states", *a[:1]), k, out[0])}),
-            with_kwargs=True,
-        )
-    ids = random_ids(1, 90)
+    ids, seen = random_ids(1, 90), watched(ours)
     whole = ours(ids, use_cache=False).logits
 
     def output(source: int, top: int) -> torch.Tensor:
