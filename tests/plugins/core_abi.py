@@ -24,12 +24,9 @@ class TensorStruct(ctypes.Structure):
 
 class AttributeStruct(ctypes.Structure):
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("kind", ctypes.c_int32),
-        ("integer", ctypes.c_int64),
-        ("real", ctypes.c_double),
+        ("name", ctypes.c_char_p), ("kind", ctypes.c_int32), ("integer", ctypes.c_int64), ("real", ctypes.c_double),
         ("text", ctypes.c_char_p),
-    )
+    )  # fmt: skip
 
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -154,14 +151,9 @@ def write_archive(folder: Path, variants: list[dict[str, Any]], **changes: Any) 
     """A packed archive whose cubins are text; every kernel's cubin is named after it."""
     folder.mkdir(parents=True, exist_ok=True)
     index = {
-        "format": "still-kernels-aot",
-        "version": 3,
-        "op": "still::HybridAttention",
-        "op_version": 1,
-        "plan": PLAN.data,
-        "variants": variants,
-        **changes,
-    }
+        "format": "still-kernels-aot", "version": 3, "op": "still::HybridAttention", "op_version": 1, "plan": PLAN.data,
+        "variants": variants, **changes,
+    }  # fmt: skip
     for variant in variants:
         for name, kernel in variant["kernels"].items():
             kernel.setdefault("cubin", f"{variant['arch']}-{name}.cubin")

@@ -75,10 +75,7 @@ def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[st
 ARCHIVES: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
     "Attention": (
         [{"head_dim": 64, "cache": cache} for cache in CACHE.choices],
-        {
-            "attend": "query* present_key* key_scale* output* T scale~",
-            "decode": "present_value* value_scale* part_acc* counters* NS N",
-        },
+        {"attend": "query* present_key* key_scale* output* T scale~", "decode": "present_value* value_scale* part_acc* counters* NS N"},
     ),
     "LinearAttention": (
         [{"head_dim": 64, "value_dim": 48, "shared": 2}],
@@ -91,11 +88,7 @@ ARCHIVES: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
     ),
     "CausalConv": (
         [{"taps": 4}],
-        {
-            "conv": "input* weight* conv_state* output* C",
-            "commit": "input* conv_state* T",
-            "step": "input* conv_state* output* C",
-        },
+        {"conv": "input* weight* conv_state* output* C", "commit": "input* conv_state* T", "step": "input* conv_state* output* C"},
     ),
     "MatMulNBits": (
         [{"aligned": 0, "span": 0, "offsets": 1}],
@@ -108,15 +101,11 @@ ARCHIVES: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
     "RotaryQkv": ([{"gated": 1, "biased": 1}], {"rotary": "input* cos* gate_bias* query* value* gate* G"}),
     "LowRankMatMul": (
         [{"base": 1}],
-        {
-            "lower": "input* inner* low* R",
-            "raise": "low* outer* base* output* N",
-            "low_rank": "input* outer* base* output* K",
-        },
+        {"lower": "input* inner* low* R", "raise": "low* outer* base* output* N", "low_rank": "input* outer* base* output* K"},
     ),
     "SwiGlu": ([{}], {"swi_glu": "input* output* N"}),
     "GreedyToken": ([{"aligned": 0}], {"greedy": "logits* token* V"}),
-}
+}  # fmt: skip
 """Of an op the variants that serve calls, whose cubins are text, and what each kernel takes."""
 
 
@@ -177,12 +166,7 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
     archives = all_archives(tmp_path)
     archive = pack_archive(archives, tmp_path / "kernels.bin")
     configure = ["cmake", "-S", ROOT / "plugins", "-B", tmp_path / "build", "-DSTILL_WARNINGS_AS_ERRORS=ON"]
-    options = [
-        f"-DTENSORRT_INCLUDE_DIR={include}",
-        f"-DSTILL_ARCHIVE={archive}",
-        "-DSTILL_RUNNER=ON",
-        f"-DSTILL_OPS={TOY}",
-    ]
+    options = [f"-DTENSORRT_INCLUDE_DIR={include}", f"-DSTILL_ARCHIVE={archive}", "-DSTILL_RUNNER=ON", f"-DSTILL_OPS={TOY}"]  # fmt: skip
     subprocess.run([*configure, *options], check=True, capture_output=True)
     done = subprocess.run(["cmake", "--build", tmp_path / "build"], capture_output=True, text=True)
     assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr

@@ -18,13 +18,9 @@ LONG: list[Split] = [700, 1, [0, 40], 1, [1, 300], [9, 1], [1, 0]]
 """Several tiles and parts; blocks that begin anywhere; rows whose parts differ in number."""
 
 CASES: list[tuple[Layer, list[Split]]] = [
-    (Layer(), SPLITS),
-    (Layer(heads=2), SPLITS),
-    (Layer(heads=7, kv_heads=1, dim=5), SPLITS),
-    (Layer(9, 3, 64, 1100), LONG),
-    (Layer(4, 4, 20, 1100), LONG),
-    (Layer(150, 1, 3, 600), [300, 1, [2, 130]]),
-]
+    (Layer(), SPLITS), (Layer(heads=2), SPLITS), (Layer(heads=7, kv_heads=1, dim=5), SPLITS), (Layer(9, 3, 64, 1100), LONG),
+    (Layer(4, 4, 20, 1100), LONG), (Layer(150, 1, 3, 600), [300, 1, [2, 130]]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])

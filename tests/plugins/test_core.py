@@ -43,37 +43,14 @@ ARGUMENTS = {  # orders differ on purpose: the core goes by name
     "decode": ["counters:ptr", "part_acc:ptr", "output:ptr", "NS:i32", "B:i32", "phantom:i32"],
 }
 CONSTANTS = {
-    "segment_tiles": 4,
-    "scan_programs": 3,
-    "score_blocks_per_chunk": 2,
-    "features_tiles": 3,
-    "prefix_every": 2,
-    "linear_rows": 64,
-    "window_parts": 2,
-    "attend_rows": 48,
-    "attend_programs": 0,
-    "linear_programs": 0,
-    "unpack_rows": 0,
-    "decode_clusters": 0,
-    "scan_tma": 0,
-    "value_slices": 2,
-    "decode_programs": 60,
-    "evicted_rows": 16,
-}
+    "segment_tiles": 4, "scan_programs": 3, "score_blocks_per_chunk": 2, "features_tiles": 3, "prefix_every": 2, "linear_rows": 64,
+    "window_parts": 2, "attend_rows": 48, "attend_programs": 0, "linear_programs": 0, "unpack_rows": 0, "decode_clusters": 0, "scan_tma": 0,
+    "value_slices": 2, "decode_programs": 60, "evicted_rows": 16,
+}  # fmt: skip
 KEY = {
-    "dtype": "float16",
-    "head_dim": 64,
-    "chunk_size": 32,
-    "feature_rows": 48,
-    "feature_map": "np_softmax_pm",
-    "gate": 1,
-    "select_scope": "q_head",
-    "saliency": "margin",
-    "overflow": "error",
-    "window_factor": 0,
-    "cache": "float",
-    "count_dtype": "int32",
-}
+    "dtype": "float16", "head_dim": 64, "chunk_size": 32, "feature_rows": 48, "feature_map": "np_softmax_pm", "gate": 1,
+    "select_scope": "q_head", "saliency": "margin", "overflow": "error", "window_factor": 0, "cache": "float", "count_dtype": "int32",
+}  # fmt: skip
 
 
 def variant(arch: str = "sm_90", shared_bytes: int = 1000, **key: Any) -> dict[str, Any]:
@@ -137,25 +114,19 @@ def test_shared_feature_weights_are_one_head(op: CoreOp, recorder: Recorder) -> 
     assert values(recorder.launches()[3][1], "scan")["W_HEADS"] == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key": ("float16", (2, 150, 3, 65))}, "key: expected [B=2, T=150, HK, D=64], got [2, 150, 3, 65]"),
-        ({"key": ("float32", (2, 150, 3, 64))}, "key: expected float16, got float32"),
-        ({"past_length": ("int64", (2,))}, "past_length: expected int32, got int64"),
-        (
-            {"past_window_key": ("float16", (2, 3, 63, 64))},
-            "past_window_key: expected [B=2, HK=3, 2*C, D=64], got [2, 3, 63, 64]",
-        ),
-        ({"past_z_state": ("float32", (2, 6))}, "past_z_state: expected [B=2, H=6, F=96], got [2, 6]"),
-        ({"past_salient_key": ("float16", (2, 3, 80, 64))}, "past_salient_value: expected [B=2, HS=3"),
-        ({"query": ("float16", (2, 2**40 + 1, 6, 64))}, f"got [2, {2**40 + 1}, 6, 64]; a dimension is out of range"),
-        ({"query": ("float16", (2**40, 2**40, 6, 64))}, "has more bytes than 63 bits count"),
-        ({"past_length": ("int32", ())}, "past_length: expected [B=2], got []"),
-        ({"feature_k_weight": ("float16", (6, 48, 1))}, "feature_k_weight: expected [H=6, P=48, D=64], got [6, 48, 1]"),
-        ({"feature_k_weight": ("float16", (1, 48, 64))}, "weights differ in what all heads share"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"key": ("float16", (2, 150, 3, 65))}, "key: expected [B=2, T=150, HK, D=64], got [2, 150, 3, 65]"),
+    ({"key": ("float32", (2, 150, 3, 64))}, "key: expected float16, got float32"),
+    ({"past_length": ("int64", (2,))}, "past_length: expected int32, got int64"),
+    ({"past_window_key": ("float16", (2, 3, 63, 64))}, "past_window_key: expected [B=2, HK=3, 2*C, D=64], got [2, 3, 63, 64]"),
+    ({"past_z_state": ("float32", (2, 6))}, "past_z_state: expected [B=2, H=6, F=96], got [2, 6]"),
+    ({"past_salient_key": ("float16", (2, 3, 80, 64))}, "past_salient_value: expected [B=2, HS=3"),
+    ({"query": ("float16", (2, 2**40 + 1, 6, 64))}, f"got [2, {2**40 + 1}, 6, 64]; a dimension is out of range"),
+    ({"query": ("float16", (2**40, 2**40, 6, 64))}, "has more bytes than 63 bits count"),
+    ({"past_length": ("int32", ())}, "past_length: expected [B=2], got []"),
+    ({"feature_k_weight": ("float16", (6, 48, 1))}, "feature_k_weight: expected [H=6, P=48, D=64], got [6, 48, 1]"),
+    ({"feature_k_weight": ("float16", (1, 48, 64))}, "weights differ in what all heads share"),
+])  # fmt: skip
 def test_refuses_tensors_that_do_not_fit(op: CoreOp, change: dict[str, Tensor], message: str) -> None:
     given = [change.get(name, tensor) for name, tensor in zip(op.names("input"), inputs(), strict=True)]
     with pytest.raises(CoreError) as error:
@@ -231,14 +202,9 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
     # regions of the workspace: distinct, 256-aligned, in bounds
     scan = values(launches[3][1], "scan")
     regions = [
-        score["score"],
-        values(launches[2][1], "features")["phi_k"],
-        values(launches[1][1], "select")["flags"],
-        scan["prefix_kv"],
-        scan["prefix_z"],
-        linear["linear"],
-        linear["linear_sum"],
-    ]
+        score["score"], values(launches[2][1], "features")["phi_k"], values(launches[1][1], "select")["flags"], scan["prefix_kv"],
+        scan["prefix_z"], linear["linear"], linear["linear_sum"],
+    ]  # fmt: skip
     assert len(set(regions)) == 7 and all(r % 256 == 0 and r >= 0x7000000 for r in regions)
     assert max(regions) < 0x7000000 + op.workspace(given)
 
@@ -451,18 +417,15 @@ def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorde
         op.launch(given, outputs, 0x7000000, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"name": "score"}, "takes the descriptor score, of which the launch plan has no matrix"),
-        ({"name": "novel"}, "takes novel, which the launch plan does not pass"),
-        ({"name": "T"}, "takes T as descriptor; the launch plan passes something else"),
-        ({"element": "fp8"}, "query has elements of the unknown type fp8"),
-        ({"box": [64]}, "query has no two dimensions"),
-        ({"box": [64, 512]}, "query has blocks of 512 rows or columns"),
-        ({"swizzle": 4}, "swizzle=4 is outside 0..3"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"name": "score"}, "takes the descriptor score, of which the launch plan has no matrix"),
+    ({"name": "novel"}, "takes novel, which the launch plan does not pass"),
+    ({"name": "T"}, "takes T as descriptor; the launch plan passes something else"),
+    ({"element": "fp8"}, "query has elements of the unknown type fp8"),
+    ({"box": [64]}, "query has no two dimensions"),
+    ({"box": [64, 512]}, "query has blocks of 512 rows or columns"),
+    ({"swizzle": 4}, "swizzle=4 is outside 0..3"),
+])  # fmt: skip
 def test_descriptors_that_are_refused(changes: dict[str, Any], message: str, core: Core, tmp_path: Path) -> None:
     entry = variant()
     entry["kernels"]["attend"]["args"] = [DESCRIPTOR | changes]

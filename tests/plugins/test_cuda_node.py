@@ -57,11 +57,8 @@ class Hosts:
         program = [self.tensorrt, self.tensorrt_library] if tensorrt else [self.host, self.library]
         given = host_arguments(spec, node_values(spec, attributes, absent) | values, absent, sizes)
         done = subprocess.run(
-            [*program, *given, *kernels_taken(self.archives)],
-            capture_output=True,
-            text=True,
-            env={"LD_LIBRARY_PATH": str(self.drivers)},
-        )
+            [*program, *given, *kernels_taken(self.archives)], capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(self.drivers)}
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
 

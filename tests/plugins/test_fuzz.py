@@ -18,14 +18,7 @@ from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
 from tests.still_export.package.manifest_cases import BASE_FILE
 
-RUNS = {
-    "binding": 60_000,
-    "kernels": 2_500,
-    "attention": 500,
-    "linear_attention": 3_000,
-    "archive": 7_000,
-    "manifest": 30_000,
-}
+RUNS = {"binding": 60_000, "kernels": 2_500, "attention": 500, "linear_attention": 3_000, "archive": 7_000, "manifest": 30_000}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,

@@ -106,16 +106,9 @@ def test_hybrid_attention(case: Any, mirror: Callable[..., None]) -> None:
         launch.launch_hybrid_attention(inputs, config, HybridAttentionState(**states), output)
 
     variant = dict(
-        dtype=NAMES[dtype],
-        head_dim=64,
-        chunk_size=64,
-        feature_rows=64,
-        gate=int(gate == "channel"),
-        select_scope=scope,
-        overflow=overflow,
-        cache=cache,
-        count_dtype="int32",
-    )
+        dtype=NAMES[dtype], head_dim=64, chunk_size=64, feature_rows=64, gate=int(gate == "channel"), select_scope=scope, overflow=overflow,
+        cache=cache, count_dtype="int32",
+    )  # fmt: skip
     mirror("HybridAttention", tensors, config.attributes(), variant, run=run)
 
 

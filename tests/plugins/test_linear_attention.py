@@ -108,11 +108,7 @@ def test_roundings_of_a_constant_decay_do_not_add_up(library: str) -> None:
     (call,) = calls(layer, [1000])
     rates = torch.logspace(-3.4, -0.9, 12).view(2, 1, 6, 1)
     value = torch.rand(call.inputs.value.shape, generator=torch.Generator().manual_seed(3))
-    alike = {
-        "key": torch.ones_like(call.inputs.key),
-        "value": value,
-        "decay": -rates.expand(2, 1000, 6, 1).contiguous(),
-    }
+    alike = {"key": torch.ones_like(call.inputs.key), "value": value, "decay": -rates.expand(2, 1000, 6, 1).contiguous()}  # fmt: skip
     _, state = node(feeds(replace(call, inputs=replace(call.inputs, **alike))), call.output.float())
     left = torch.exp(-rates.double() * torch.arange(999, -1, -1).view(1, -1, 1, 1))
     exact = (left * value.double()).sum(1)

@@ -107,18 +107,14 @@ def test_no_token_gives_no_output(library: str) -> None:
     assert Node(CASES["4 bits"], library)(torch.empty(1, 0, 288)).shape == (1, 0, 77)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"zero_code": 16}, "zero_code=16 is no code of 4 bits"),
-        ({"bits": 3}, "bits=3; the kernels have 4 and 8"),
-        ({"block_size": 48 + 7}, "block_size=55 does not divide I=288 inputs"),
-        ({"bits": 8}, "blocks have 36 words for I=288 inputs of 8 bits"),
-        ({"block_size": 96}, "scales are 9 for I=288 inputs in blocks of 96"),
-        ({"block_size": 0}, "block_size=0 is outside 1"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change, words", [
+    ({"zero_code": 16}, "zero_code=16 is no code of 4 bits"),
+    ({"bits": 3}, "bits=3; the kernels have 4 and 8"),
+    ({"block_size": 48 + 7}, "block_size=55 does not divide I=288 inputs"),
+    ({"bits": 8}, "blocks have 36 words for I=288 inputs of 8 bits"),
+    ({"block_size": 96}, "scales are 9 for I=288 inputs in blocks of 96"),
+    ({"block_size": 0}, "block_size=0 is outside 1"),
+], ids=str)  # fmt: skip
 def test_attributes_that_do_not_fit_are_refused(library: str, change: Mapping[str, int], words: str) -> None:
     case = CASES["4 bits"]
     model = model_of(case, torch.float32, torch.float16)

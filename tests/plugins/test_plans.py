@@ -17,18 +17,7 @@ from still_kernels.plan.expressions import Scope, compile_expression
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, CONSTANTS, HYBRID, absent_mask, addresses, inputs, variant
 
-NAMES = (
-    "T",
-    "N",
-    "H",
-    "chunk_size",
-    "mid",
-    "big",
-    "tokens",
-    "has(gate)",
-    "dim(feature_q_weight, 1)",
-    "salient_per_chunk",
-)
+NAMES = ("T", "N", "H", "chunk_size", "mid", "big", "tokens", "has(gate)", "dim(feature_q_weight, 1)", "salient_per_chunk")  # fmt: skip
 DEFINE = {"mid": "ceil_div(N, 3) - 40", "big": "N * N * N * N * N * N * 1000000"}
 WRONG = "division or overflow"
 
@@ -112,12 +101,8 @@ def test_expressions_are_worth_what_they_are_in_python(core: Core, recorder: Rec
     rng = random.Random(3)
     scope = Scope(HYBRID_ATTENTION, PLAN.constants, {"mid": "integer", "big": "integer"})
     call = Call.of(
-        HYBRID_ATTENTION,
-        {name: shape for name, (_, shape) in zip(names_of(), inputs(), strict=True)},
-        ATTRIBUTES,
-        "float16",
-        "int32",
-    )
+        HYBRID_ATTENTION, {name: shape for name, (_, shape) in zip(names_of(), inputs(), strict=True)}, ATTRIBUTES, "float16", "int32"
+    )  # fmt: skip
     env = call.environment()
     for name, text in DEFINE.items():
         env[f"value {name}"] = compile_expression(text, scope)(env)

@@ -21,20 +21,16 @@ def aligned(*sizes: int, by: int = 8) -> int:
     return int(not any(size % by for size in sizes))
 
 
-@pytest.mark.parametrize(
-    "batch, count, outputs, inputs, span, beside",
-    [
-        (1, 1, 576, 1536, 0, ("weight", "residual")),
-        (8, 1, 77, 83, 0, ("turned_weight",)),
-        (3, 21, 4096, 72, 2, ("weight", "norm_weight")),
-        (1, 65, 1544, 288, 1, ("turned_weight", "norm_weight", "residual")),
-        (2, 300, 12288, 4096, 3, ("weight",)),
-        (3, 5, 4096, 4096, 2, ("codes", "scales", "residual")),
-        (1, 17, 72, 208, 0, ("codes", "scales")),
-        (2, 300, 12288, 4096, 3, ("codes", "scales", "norm_weight")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("batch, count, outputs, inputs, span, beside", [
+    (1, 1, 576, 1536, 0, ("weight", "residual")),
+    (8, 1, 77, 83, 0, ("turned_weight",)),
+    (3, 21, 4096, 72, 2, ("weight", "norm_weight")),
+    (1, 65, 1544, 288, 1, ("turned_weight", "norm_weight", "residual")),
+    (2, 300, 12288, 4096, 3, ("weight",)),
+    (3, 5, 4096, 4096, 2, ("codes", "scales", "residual")),
+    (1, 17, 72, 208, 0, ("codes", "scales")),
+    (2, 300, 12288, 4096, 3, ("codes", "scales", "norm_weight")),
+], ids=str)  # fmt: skip
 def test_dense_matmul(
     batch: int, count: int, outputs: int, inputs: int, span: int, beside: tuple[str, ...], mirror: Mirror
 ) -> None:
@@ -64,24 +60,18 @@ def test_dense_matmul(
 )
 def test_gated_mlp(batch: int, count: int, width: int, middle: int, spans: tuple[int, int], mirror: Mirror) -> None:
     tensors = {
-        "input": made(batch, count, width),
-        "norm_weight": made(width),
-        "down": made(middle, width),
-        "gate_up": made(width, 2 * middle),
-    }
+        "input": made(batch, count, width), "norm_weight": made(width), "down": made(middle, width), "gate_up": made(width, 2 * middle),
+    }  # fmt: skip
     whole = {"aligned": aligned(width, middle), "whole": aligned(width, middle, by=64)}
     mirror("GatedMlp", tensors, EPSILON, whole | dict(zip(("span", "gated_span"), spans, strict=True)))
 
 
-@pytest.mark.parametrize(
-    "batch, count, size, widths, biased, apart",
-    [
-        (1, 1, 64, (576, 192, 192, 576), True, False),
-        (8, 1, 64, (576, 192, 192, 576), True, True),
-        (3, 22, 128, (4096, 1024, 1024, 0), False, False),
-        (2, 5, 6, (30, 18, 11, 7), False, False),
-    ],
-)
+@pytest.mark.parametrize("batch, count, size, widths, biased, apart", [
+    (1, 1, 64, (576, 192, 192, 576), True, False),
+    (8, 1, 64, (576, 192, 192, 576), True, True),
+    (3, 22, 128, (4096, 1024, 1024, 0), False, False),
+    (2, 5, 6, (30, 18, 11, 7), False, False),
+])  # fmt: skip
 def test_rotary_qkv(
     batch: int, count: int, size: int, widths: tuple[int, int, int, int], biased: bool, apart: bool, mirror: Mirror
 ) -> None:
@@ -118,15 +108,9 @@ def test_swi_glu(batch: int, count: int, width: int, mirror: Mirror) -> None:
     mirror("SwiGlu", tensors, {"width": width}, {"aligned": aligned(width)}, outputs)
 
 
-@pytest.mark.parametrize(
-    "batch, count, sizes, added",
-    [
-        (1, 1, (576, 48, 960), True),
-        (8, 1, (83, 11, 77), False),
-        (3, 22, (576, 16, 576), True),
-        (2, 300, (96, 70, 40), False),
-    ],
-)
+@pytest.mark.parametrize("batch, count, sizes, added", [
+    (1, 1, (576, 48, 960), True), (8, 1, (83, 11, 77), False), (3, 22, (576, 16, 576), True), (2, 300, (96, 70, 40), False),
+])  # fmt: skip
 def test_low_rank_matmul(batch: int, count: int, sizes: tuple[int, int, int], added: bool, mirror: Mirror) -> None:
     inputs, rank, outputs = sizes
     tensors = {"input": made(batch, count, inputs), "inner": made(inputs, rank), "outer": made(rank, outputs)}
@@ -149,17 +133,13 @@ def test_greedy_token(batch: int, count: int, vocabulary: int, mirror: Mirror) -
     mirror("GreedyToken", tensors, {}, {"aligned": aligned(vocabulary)}, outputs)
 
 
-@pytest.mark.parametrize(
-    "batch, count, outputs, inputs, bits, beside, block",
-    [
-        (1, 1, 40, 288, 4, ("zero_points",), 32),
-        (8, 1, 77, 288, 8, (), 32),
-        (3, 21, 40, 320, 4, ("offsets",), 64),
-        (1, 65, 77, 288, 8, ("zero_points", "offsets"), 32),
-        (2, 300, 40960, 4096, 4, ("zero_points",), 32),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("batch, count, outputs, inputs, bits, beside, block", [
+    (1, 1, 40, 288, 4, ("zero_points",), 32),
+    (8, 1, 77, 288, 8, (), 32),
+    (3, 21, 40, 320, 4, ("offsets",), 64),
+    (1, 65, 77, 288, 8, ("zero_points", "offsets"), 32),
+    (2, 300, 40960, 4096, 4, ("zero_points",), 32),
+], ids=str)  # fmt: skip
 def test_matmul_nbits(
     batch: int, count: int, outputs: int, inputs: int, bits: int, beside: tuple[str, ...], block: int, mirror: Mirror
 ) -> None:
@@ -169,10 +149,7 @@ def test_matmul_nbits(
         "blocks": made(outputs, inputs * bits // 32, kind=torch.int32),
         "scales": made(outputs, blocks),
     }
-    optional = {
-        "zero_points": made(outputs, -(-blocks * bits // 32), kind=torch.int32),
-        "offsets": made(outputs, blocks),
-    }
+    optional = {"zero_points": made(outputs, -(-blocks * bits // 32), kind=torch.int32), "offsets": made(outputs, blocks)}  # fmt: skip
     tensors |= {name: optional[name] for name in beside}
     attributes = {"bits": bits, "block_size": block}
     variant = attributes | {name: int(name in beside) for name in optional}

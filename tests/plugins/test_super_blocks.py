@@ -112,15 +112,11 @@ def test_numbers_that_are_none_stay_in_their_token(library: str) -> None:
     assert torch.equal(found[0, [0, 3]], plain[0, [0, 3]])
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"super_block": 128}, "super_block=128 with bits=4, block_size=32"),
-        ({"block_size": 16}, "super_block=256 with bits=4, block_size=16"),
-        ({"bits": 6, "block_size": 16}, "blocks have 108 words and scales are 6 for I=768 inputs of 6 bits"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change, words", [
+    ({"super_block": 128}, "super_block=128 with bits=4, block_size=32"),
+    ({"block_size": 16}, "super_block=256 with bits=4, block_size=16"),
+    ({"bits": 6, "block_size": 16}, "blocks have 108 words and scales are 6 for I=768 inputs of 6 bits"),
+], ids=str)  # fmt: skip
 def test_attributes_that_do_not_fit_are_refused(library: str, change: Mapping[str, int], words: str) -> None:
     case = CASES["Q4_K"]
     model = model_of(case)

@@ -41,10 +41,8 @@ def node_model() -> onnx.ModelProto:
         ]
 
     node = helper.make_node(DECAY.name, DECAY.input_names(), DECAY.output_names(), domain=DOMAIN, decay=DECAY_RATE)
-    inputs, outputs = (
-        infos(DECAY.input_names(), DECAY.all_inputs()),
-        infos(DECAY.output_names(), DECAY.all_outputs()),
-    )
+    inputs = infos(DECAY.input_names(), DECAY.all_inputs())
+    outputs = infos(DECAY.output_names(), DECAY.all_outputs())
     graph = helper.make_graph([node], "toy", inputs, outputs)
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)], ir_version=10
