@@ -31,11 +31,7 @@ class GenaiHost:
 
     def feed(self, ids: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Logits of a call on tokens [B, T]; padding beyond `counts` [B] may be in the first call alone."""
-        new = (
-            np.ones(ids.shape, np.int64)
-            if counts is None
-            else (np.arange(ids.shape[1]) < counts[:, None]).astype(np.int64)
-        )
+        new = np.ones(ids.shape, np.int64) if counts is None else (np.arange(ids.shape[1]) < counts[:, None]).astype(np.int64)  # fmt: skip
         self.mask = np.concatenate([self.mask, new], axis=1)
         binding = self.session.io_binding()
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))

@@ -63,13 +63,10 @@ def value_names(graph: onnx.GraphProto) -> set[str]:
 def dimensions(graph: onnx.GraphProto) -> dict[str, list[int | str | None]]:
     """Dimensions by value name, as far as `graph` declares them: numbers, names of free ones, None for unknown ones."""
     return {
-        info.name: [
-            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
-            for dim in info.type.tensor_type.shape.dim
-        ]
+        info.name: [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in info.type.tensor_type.shape.dim]
         for info in (*graph.value_info, *graph.input, *graph.output)
         if info.type.tensor_type.HasField("shape")
-    }
+    }  # fmt: skip
 
 
 def initializers(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:

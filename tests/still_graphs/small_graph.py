@@ -76,10 +76,7 @@ def small_graph(
         node("Reshape", ["q_flat", "shape_wide"], ["query"]),
         node("MatMul", ["hidden", "kv"], ["kv_flat"]),
         node("Split", ["kv_flat"], ["k_flat", "v_flat"], axis=-1, num_outputs=2),
-        *(
-            node("Reshape", [f"{name[0]}_flat", "shape_narrow"], [f"whole_{name}" if spec == CODES else name])
-            for name in kv
-        ),
+        *(node("Reshape", [f"{name[0]}_flat", "shape_narrow"], [f"whole_{name}" if spec == CODES else name]) for name in kv),
         *([node(ROUND_KEY_VALUE.name, [f"whole_{name}" for name in kv], kv, domain=DOMAIN)] * (spec == CODES)),
         node("MatMul", ["hidden", "g"], ["g_flat"]),
         node("Sigmoid", ["g_flat"], ["g_open"]),
@@ -100,7 +97,7 @@ def small_graph(
         node("Reshape", ["mixed", "shape_flat"], ["mixed_flat"]),
         node("MatMul", ["mixed_flat", "o"], ["logits"]),
         node("Add", ["past_length", "new_tokens"], ["present_length"]),
-    ]
+    ]  # fmt: skip
     info = helper.make_tensor_value_info
     graph = helper.make_graph(
         nodes,

@@ -37,14 +37,10 @@ class Runner(nodes.NodeOfStates):
         rows = {"key_sum": -(-layer.rows // layer.choice["mean_stride"])}
         states = {
             s.name: torch.zeros(
-                2,
-                layer.kv_heads,
-                rows.get(s.name, layer.rows),
-                layer.dim,
-                dtype=dtype if s.dtype == "T" else torch.float32,
+                2, layer.kv_heads, rows.get(s.name, layer.rows), layer.dim, dtype=dtype if s.dtype == "T" else torch.float32
             )
             for s in spec.states
-        }
+        }  # fmt: skip
         model = node_model(spec, layer, dtype, attributes)
         super().__init__(model, states, in_place, spec.outputs[0].name, **options)
 

@@ -17,10 +17,7 @@ OTHERS = ("weight", "turned_weight")
 @pytest.mark.parametrize("name", list(FLOAT8))
 def test_body(name: str, dtype: torch.dtype) -> None:
     case = FLOAT8[name]
-    absent = (
-        *OTHERS,
-        *(part for part, there in (("norm_weight", case.normed), ("residual", case.residual)) if not there),
-    )
+    absent = (*OTHERS, *(part for part, there in (("norm_weight", case.normed), ("residual", case.residual)) if not there))  # fmt: skip
     sizes = {"I": case.inputs, "O": case.outputs, "IW": case.inputs // 4, "IS": case.blocks}
     runner = session(node_model(DENSE_MATMUL, sizes, dtype, absent, norm_epsilon=3e-5))
     for batch, count in case.rows:

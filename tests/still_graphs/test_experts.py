@@ -119,17 +119,14 @@ def test_the_guard_keeps_zeros_away(guard: bool) -> None:
     assert guard or not found.any()
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(k=13), r"k=13 of 12 experts"),
-        (dict(k=0), r"k=0 of 12 experts"),
-        (dict(groups=5), "groups must divide"),
-        (dict(groups=4, top_groups=1, k=4), "k=4 of 12 experts, 3 of which are candidates"),
-        (dict(score="tanh"), "score='tanh' is unknown; known: softmax, sigmoid"),
-        (dict(bias=torch.zeros(11)), r"bias: expected \[12\], got \[11\]"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    (dict(k=13), r"k=13 of 12 experts"),
+    (dict(k=0), r"k=0 of 12 experts"),
+    (dict(groups=5), "groups must divide"),
+    (dict(groups=4, top_groups=1, k=4), "k=4 of 12 experts, 3 of which are candidates"),
+    (dict(score="tanh"), "score='tanh' is unknown; known: softmax, sigmoid"),
+    (dict(bias=torch.zeros(11)), r"bias: expected \[12\], got \[11\]"),
+])  # fmt: skip
 def test_routers_that_do_not_go_together_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         naive_route(replace(route_inputs("softmax", 1, 2), **change))

@@ -154,17 +154,13 @@ def test_identity_features() -> None:
     check(config(feature_map="identity"))
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"capacity_tokens": 20},
-        {"capacity_tokens": 20, "select_scope": "kv_group_mean"},
-        {"capacity_tokens": 20, "local": "sliding"},
-        {"capacity_tokens": 8},
-        {"capacity_tokens": 20, "cache": "int8"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("knobs", [
+    {"capacity_tokens": 20},
+    {"capacity_tokens": 20, "select_scope": "kv_group_mean"},
+    {"capacity_tokens": 20, "local": "sliding"},
+    {"capacity_tokens": 8},
+    {"capacity_tokens": 20, "cache": "int8"},
+], ids=str)  # fmt: skip
 def test_overflow(knobs: dict[str, Any]) -> None:
     check(config(overflow="fold_oldest", **knobs), [*SPLITS, 37, [20, 3], 1, 1, 1, 1, 1], in_place=True)
 

@@ -100,17 +100,13 @@ def empty(dtype: torch.dtype = torch.float32) -> AttentionState:
     return AttentionState.empty(2, LAYER.kv_heads, LAYER.dim, ROWS, dtype)
 
 
-@pytest.mark.parametrize(
-    ("size", "top", "dtype", "bound"),
-    [
-        *((size, 0, torch.float32, BOUND) for size in (2, SIZE)),
-        *((size, 0, torch.float16, 1e-3) for size in (2, SIZE)),
-        (2, 5, torch.float32, BOUND),
-        (7, 1, torch.float32, BOUND),
-        (7, 3, torch.float16, 2e-3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("size", "top", "dtype", "bound"), [
+    *((size, 0, torch.float32, BOUND) for size in (2, SIZE)),
+    *((size, 0, torch.float16, 1e-3) for size in (2, SIZE)),
+    (2, 5, torch.float32, BOUND),
+    (7, 1, torch.float32, BOUND),
+    (7, 3, torch.float16, 2e-3),
+], ids=str)  # fmt: skip
 def test_definition_and_body_equal_the_loop(size: int, top: int, dtype: torch.dtype, bound: float) -> None:
     """Whole prompts, pieces, steps, ragged rows; before there are so many blocks as are read, and after."""
     chosen = {"top_blocks": top, "rope_base": BASE} if top else {}

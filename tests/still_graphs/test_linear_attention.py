@@ -19,15 +19,8 @@ from tests.still_kernels.linear_attention.inputs import LAYERS, SPLITS, Layer, S
 def layer_model(layer: Layer, dtype: torch.dtype = torch.float32, **changes: Any) -> onnx.ModelProto:
     """A model of one node of the layer."""
     sizes = dict(
-        HQ=layer.groups,
-        G=layer.shared,
-        HK=layer.keys,
-        D=layer.dim,
-        H=layer.heads,
-        V=layer.size,
-        E=layer.decay,
-        W=layer.beta,
-    )
+        HQ=layer.groups, G=layer.shared, HK=layer.keys, D=layer.dim, H=layer.heads, V=layer.size, E=layer.decay, W=layer.beta,
+    )  # fmt: skip
     absent = tuple(n for n, takers in (("decay", GATED), ("beta", DELTA)) if layer.rule not in takers)
     given = {"update_rule": layer.rule, "scale": layer.scale, "absent": absent, **changes}
     return node_model(LINEAR_ATTENTION, sizes, dtype, **given)
@@ -83,14 +76,11 @@ def test_counts_out_of_range_are_refused(counts: list[int]) -> None:
         node(feeds, call.output.float())
 
 
-@pytest.mark.parametrize(
-    "layer, message",
-    [
-        (Layer(decay=3), "3 the last dimension of decay; expected 1 or 10"),
-        (Layer(beta=2), "2 heads of beta; expected 1 or 6"),
-        (Layer(keys=4), "4 key heads do not divide the 6 heads of value"),
-    ],
-)
+@pytest.mark.parametrize("layer, message", [
+    (Layer(decay=3), "3 the last dimension of decay; expected 1 or 10"),
+    (Layer(beta=2), "2 heads of beta; expected 1 or 6"),
+    (Layer(keys=4), "4 key heads do not divide the 6 heads of value"),
+])  # fmt: skip
 def test_what_has_no_body_is_named(layer: Layer, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         layer_model(layer)

@@ -30,17 +30,8 @@ def model_of(
     own |= sizes
     absent = tuple(name for name in ("zero_points", "offsets") if not getattr(case, name))
     return node_model(
-        MATMUL_NBITS,
-        own,
-        dtype,
-        absent,
-        23,
-        onnxruntime,
-        kept,
-        bits=case.bits,
-        block_size=case.block_size,
-        zero_code=case.zero,
-    )
+        MATMUL_NBITS, own, dtype, absent, 23, onnxruntime, kept, bits=case.bits, block_size=case.block_size, zero_code=case.zero
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -30,14 +30,7 @@ SHAPES |= {
     "gate_up": (PARTS[0], 2 * MIDDLE),
     "head": (MIDDLE, VOCABULARY),
 }
-DIMS: dict[str, int] = {
-    "x": WIDTH,
-    "qkv": sum(PARTS),
-    "low": RANK,
-    "thin": sum(PARTS),
-    "sum": sum(PARTS),
-    "both": 2 * MIDDLE,
-}
+DIMS: dict[str, int] = {"x": WIDTH, "qkv": sum(PARTS), "low": RANK, "thin": sum(PARTS), "sum": sum(PARTS), "both": 2 * MIDDLE}  # fmt: skip
 DIMS |= dict(zip("qkv", PARTS, strict=True)) | dict.fromkeys(
     ("q.turned", "gate.low.out", "gate.sum", "gate", "gated"), PARTS[0]
 )

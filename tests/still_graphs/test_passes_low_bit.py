@@ -111,19 +111,10 @@ def test_a_layer_of_the_same_numbers(adapter: bool) -> None:
     assert applied(fuse_norms, model) == applied(fuse_gates, model) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"halves": ("up", "gate")},
-        {"halves": ("gate", "gate")},
-        {"product": "MatMul"},
-        {"dtype": "float32"},
-        {"axis": 1},
-        {"outputs": ("y", "silu")},
-        {"outputs": ("y", "up")},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"halves": ("up", "gate")}, {"halves": ("gate", "gate")}, {"product": "MatMul"}, {"dtype": "float32"}, {"axis": 1},
+    {"outputs": ("y", "silu")}, {"outputs": ("y", "up")},
+], ids=str)  # fmt: skip
 def test_other_gates_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     applied(sum_in_float32, model)
@@ -131,10 +122,8 @@ def test_other_gates_stay(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"norm": "tokens"}, {"product": "MatMul"}, {"dtype": "float32"}, {"outputs": ("y", "x")}, {"late": True}],
-    ids=str,
-)
+    "change", [{"norm": "tokens"}, {"product": "MatMul"}, {"dtype": "float32"}, {"outputs": ("y", "x")}, {"late": True}], ids=str
+)  # fmt: skip
 def test_other_first_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     applied(sum_in_float32, model)

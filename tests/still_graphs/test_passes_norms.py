@@ -67,18 +67,9 @@ def test_one_node_of_the_same_numbers(terms: tuple[str, str]) -> None:
     assert applied(fuse_norms, model) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dtype": "float32"},
-        {"terms": ("x", "x")},
-        {"terms": ("bias", "product")},
-        {"scale": "scale"},
-        {"axis": 1},
-        {"read": "x"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"dtype": "float32"}, {"terms": ("x", "x")}, {"terms": ("bias", "product")}, {"scale": "scale"}, {"axis": 1}, {"read": "x"},
+], ids=str)  # fmt: skip
 def test_other_sums_and_norms_stay(change: dict[str, Any]) -> None:
     model = model_of(**change)
     applied(sum_in_float32, model)

@@ -61,13 +61,9 @@ def model_of(
     outputs = [*(f"{n}.out" if joined else f"{n}.rotated" for n in ("q", "k")), "v", *(["gate"] if gate else []), *more]
 
     weights = {
-        "bias": np.linspace(-2, 3, GATE),
-        "sizes": np.array(SIZES[: len(parts)]),
-        "q.view": np.array([0, 0, HEADS, SIZE]),
-        "k.view": np.array([0, 0, KV_HEADS, SIZE]),
-        "spread": np.array([0, 0, 1, SIZE]),
-        "flat": np.array([0, 0, -1]),
-    }
+        "bias": np.linspace(-2, 3, GATE), "sizes": np.array(SIZES[: len(parts)]), "q.view": np.array([0, 0, HEADS, SIZE]),
+        "k.view": np.array([0, 0, KV_HEADS, SIZE]), "spread": np.array([0, 0, 1, SIZE]), "flat": np.array([0, 0, -1]),
+    }  # fmt: skip
     return written.model_of(nodes, ["x", *ANGLES], outputs, dims, weights, dtype)
 
 
@@ -99,19 +95,10 @@ def test_one_node_of_the_same_numbers(gate: bool, bias: bool, joined: bool) -> N
     assert applied(fuse_rotary, model) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"more": ("q.x",)},
-        {"more": ("k.first",)},
-        {"more": ("q.near",)},
-        {"more": ("g.biased",)},
-        {"angles": ("sin", "cos")},
-        {"back": "k.first"},
-        {"dtype": "float32"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"more": ("q.x",)}, {"more": ("k.first",)}, {"more": ("q.near",)}, {"more": ("g.biased",)}, {"angles": ("sin", "cos")},
+    {"back": "k.first"}, {"dtype": "float32"},
+], ids=str)  # fmt: skip
 def test_what_others_read_and_other_rotations_stay(change: dict[str, Any]) -> None:
     demand_unchanged(fuse_rotary, model_of(**change))
 

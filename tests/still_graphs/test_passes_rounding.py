@@ -94,16 +94,8 @@ def test_one_node_of_the_same_numbers() -> None:
     assert applied(fuse_rounding, model) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": "others"},
-        {"divisor": "most"},
-        {"value": "key"},
-        {"shape": ["b", "t", 24]},
-        {"shape": ["b", "t", 3, "d"]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"steps": "others"}, {"divisor": "most"}, {"value": "key"}, {"shape": ["b", "t", 24]}, {"shape": ["b", "t", 3, "d"]},
+], ids=str)  # fmt: skip
 def test_what_is_another_stays(change: dict[str, Any]) -> None:
     demand_unchanged(fuse_rounding, model_of(**change))
