@@ -87,12 +87,7 @@ class Proof:
     def of(self, package: Path, **more: str) -> Path:
         """Say which package it is about; returns it."""
         manifest = json.loads((package / "manifest.json").read_text(encoding="utf-8"))
-        self.subject |= {
-            "package": package.name,
-            "target": manifest["target"],
-            "dtype": manifest["model"]["dtype"],
-            **more,
-        }
+        self.subject |= {"package": package.name, "target": manifest["target"], "dtype": manifest["model"]["dtype"], **more}  # fmt: skip
         self.ran = what_ran(manifest, "cuda")
         return package
 

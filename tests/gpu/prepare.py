@@ -211,13 +211,7 @@ def tasks(options: argparse.Namespace) -> None:
             export("onnx", options.place, f"task-{name}-{dtype}", *given, lengths=None)
         if options.tensorrt_include and name in ENGINE_TASKS:
             sizes = ("--capacity-tokens", "512", "--prefill-tokens", "256", "--batch", "6")
-            given = (
-                ROOT / "assets/tasks" / name,
-                "--arch",
-                options.arch,
-                "--tensorrt-include",
-                options.tensorrt_include,
-            )
+            given = (ROOT / "assets/tasks" / name, "--arch", options.arch, "--tensorrt-include", options.tensorrt_include)  # fmt: skip
             export("trt", options.place, f"trt-task-{name}", *given, *sizes, lengths=None)
 
 

@@ -117,15 +117,11 @@ FORMS: dict[str, tuple[Write, dict[str, Any], Callable[[Any], None]]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False},
         lambda model: None,
     ),
-    "awq": (
-        awq,
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        lambda model: None,
-    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, lambda model: None),
     "compressed-tensors int8": (int8, compressed("int", "int-quantized"), partial(in_int8, False)),
     "compressed-tensors fp8": (fp8, compressed("float", "float-quantized"), partial(in_fp8, False)),
     "fp8 as it is loaded": (as_it_is, {}, partial(in_fp8, True)),
-}
+}  # fmt: skip
 """How a weight is written and what it then means, what config.json says (nothing: the engine is told to quantize), and what PyTorch's model
 does to round as the engine."""
 

@@ -47,12 +47,7 @@ def variant_of(case: dict[str, Any]) -> Variant:
 def tensors_of(config: HybridAttentionConfig, counts: list[int], dtype: torch.dtype) -> dict[str, Any]:
     """Inputs of a call without its states."""
     lead = (len(counts), max(counts))
-    shapes = {
-        "query": config.num_heads,
-        "key": config.num_kv_heads,
-        "value": config.num_kv_heads,
-        "gate": config.num_heads,
-    }
+    shapes = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads, "gate": config.num_heads}  # fmt: skip
     found: dict[str, Any] = {
         name: torch.randn(*lead, heads, config.head_dim, device="cuda").to(dtype) for name, heads in shapes.items()
     }

@@ -32,16 +32,7 @@ verify holds both to PyTorch."""
 def test_verify(name: str, proof: Proof, tmp_path: Path) -> None:
     """The verb, against PyTorch's recorded answers, or its answers."""
     package = proof.of(prepared(name), runtime="ort", provider="cuda")
-    command = [
-        sys.executable,
-        "-m",
-        "still_export.cli.main",
-        "verify",
-        str(package),
-        "--provider",
-        "cuda",
-        "--trust-native",
-    ]
+    command = [sys.executable, "-m", "still_export.cli.main", "verify", str(package), "--provider", "cuda", "--trust-native"]  # fmt: skip
     answers = ["--calls", f"{package}.npz"]
     if name in BY_BODIES:  # PyTorch has the model beside it
         family = name.removeprefix("bodies-").rpartition("-")[0]

@@ -94,13 +94,9 @@ class Client(threading.Thread):
 
     def _ask(self, prompt: list[int], tokens: list[int], stream: bool) -> str:
         given: Any = self.api.completions.create(
-            model="still",
-            prompt=prompt,
-            max_tokens=ANSWER_TOKENS,
-            temperature=0,
-            stream=stream,
+            model="still", prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0, stream=stream,
             extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
+        )  # fmt: skip
         finished = ""
         for chunk in given if stream else [given]:
             for choice in chunk.choices:
@@ -270,13 +266,9 @@ def report(clients: list[Client], judge: Judge, kills: list[tuple[str, float]]) 
     last = sum(e.how == "answer" and e.at > kills[-1][1] for _, e in everything)
     print(f"{silent} lost without an error, {verdicts['wrong']} wrong")
     return {
-        "requests": len(everything),
-        "tokens": tokens,
-        "lost": silent,
-        "wrong": verdicts["wrong"],
-        "near_ties": verdicts["near tie"],
+        "requests": len(everything), "tokens": tokens, "lost": silent, "wrong": verdicts["wrong"], "near_ties": verdicts["near tie"],
         "answers_behind_the_last_kill": last,
-    }
+    }  # fmt: skip
 
 
 def test_lost_requests_and_wrong_answers_are_counted() -> None:

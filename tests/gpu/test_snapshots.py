@@ -75,11 +75,8 @@ def apart(package: Path, state: Snapshot) -> Apart:
     others = sum(int((row > 0.05 * np.maximum(size, 1e-3)).sum()) for row, size in zip(rows, sizes, strict=True))
     state.restore(another, STEPS)
     logits = difference(
-        *(
-            np.concatenate([model.feed(np.array([[x]]))[0] for x in TOKENS[state.length : state.length + STEPS]])
-            for model in (another, one)
-        )
-    )
+        *(np.concatenate([model.feed(np.array([[x]]))[0] for x in TOKENS[state.length : state.length + STEPS]]) for model in (another, one))
+    )  # fmt: skip
     return Apart(logits, others, sum(row.size for row in rows), worst, name)
 
 

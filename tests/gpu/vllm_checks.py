@@ -74,15 +74,9 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
     from still_export.models import attach_untrained
 
     values = dict(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=family == "qwen2",
-    )
+        vocab_size=512, hidden_size=256, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024, tie_word_embeddings=family == "qwen2",
+    )  # fmt: skip
     if family == "smollm3":
         values |= {"no_rope_layers": [1, 0, 0], "pad_token_id": 0}
     if family == "mistral":
@@ -355,15 +349,9 @@ def serve(options: argparse.Namespace) -> str:
 
     def ask(address: str, prompt: list[int], **more: Any) -> dict[str, Any]:
         body = {
-            "model": str(SMALL),
-            "prompt": prompt,
-            "max_tokens": 40,
-            "temperature": 0,
-            "logprobs": 1,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
+            "model": str(SMALL), "prompt": prompt, "max_tokens": 40, "temperature": 0, "logprobs": 1, "ignore_eos": True,
+            "return_token_ids": True, **more,
+        }  # fmt: skip
         request = urllib.request.Request(
             f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -412,14 +400,8 @@ def status_of(ask: Callable[[], Any], prompt: int) -> tuple[int, int]:
 
 
 CHECKS: dict[str, Callable[..., str]] = {
-    "verify": verify,
-    "family": family,
-    "prefixes": prefixes,
-    "sums": sums,
-    "quantized": quantized,
-    "refusals": refusals,
-    "serve": serve,
-}
+    "verify": verify, "family": family, "prefixes": prefixes, "sums": sums, "quantized": quantized, "refusals": refusals, "serve": serve,
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
