@@ -237,10 +237,7 @@ def attack(folder: Path, model: Path, seed: int, first: int, count: int, log: Pa
             )
             lines.flush()
         if ended.kind not in ("refused", "answered"):
-            print(
-                f"{number}: {ended.kind} ({ended.code}): {what}, {' '.join(arguments[:1])}: {ended.said[-200:]}",
-                flush=True,
-            )
+            print(f"{number}: {ended.kind} ({ended.code}): {what}, {' '.join(arguments[:1])}: {ended.said[-200:]}", flush=True)  # fmt: skip
     shutil.rmtree(folder / "case", ignore_errors=True)
     print(
         json.dumps(

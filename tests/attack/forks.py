@@ -58,23 +58,11 @@ def _is_noise(line: str) -> bool:
         "Warning" in line
         or DOTS.search(line) is not None
         or line.startswith(
-            (
-                "[",
-                "  warn",
-                "usage:",
-                "Usage:",
-                "Try ",
-                "╭",
-                "│",
-                "╰",
-                "the native kernel",
-                "Unrecognized keys",
-                "--no-check:",
-            )
+            ("[", "  warn", "usage:", "Usage:", "Try ", "╭", "│", "╰", "the native kernel", "Unrecognized keys", "--no-check:")
         )
         or "[E:onnxruntime" in line
         or "[W:onnxruntime" in line
-    )
+    )  # fmt: skip
 
 
 def preload() -> None:

@@ -31,10 +31,7 @@ def attack(seconds: float, seed: int) -> bool:
                 text=True,
                 env={**os.environ, "STILL_FUZZ_AT": str(at), "STILL_FUZZ_DRIVER": driver},
             )
-            said = (
-                done.stdout.strip()
-                or f"FAILED at input {at.read_text().strip()} of seed {seed}:\n{done.stderr[-3000:]}"
-            )
+            said = done.stdout.strip() or f"FAILED at input {at.read_text().strip()} of seed {seed}:\n{done.stderr[-3000:]}"  # fmt: skip
             print(f"{target}: {said}", flush=True)
             good &= done.returncode == 0
     return good

@@ -55,15 +55,7 @@ def attack(folder: Path, model: Path, seed: int, count: int, only: str | None = 
     work.mkdir()
     package, linearized = work / "package", work / "linearized"
     export = ["export", str(inputs.model), "--to", "onnx", "-q", "-o", str(package)]
-    apply = [
-        "linearize",
-        str(inputs.base),
-        "--adapter",
-        str(inputs.linearized / "adapter"),
-        "-q",
-        "-o",
-        str(linearized),
-    ]
+    apply = ["linearize", str(inputs.base), "--adapter", str(inputs.linearized / "adapter"), "-q", "-o", str(linearized)]  # fmt: skip
     verify = ["verify", str(package), "--lengths", "1,9", "--decode-steps", "2", "-q"]
     verbs: dict[str, tuple[list[str], Path]] = {
         "export": (export, package),

@@ -15,10 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "attack",
-    [["damage", "--count", "6"], pytest.param(["kills", "--count", "2"], marks=pytest.mark.long)],
-    ids=["damage", "kills"],
-)
+    "attack", [["damage", "--count", "6"], pytest.param(["kills", "--count", "2"], marks=pytest.mark.long)], ids=["damage", "kills"]
+)  # fmt: skip
 def test_a_few(attack: list[str], tmp_path: Path) -> None:
     """Each damaged input ends in an answer or in one line; each kill leaves the old folder, and nothing after the next run."""
     command = [sys.executable, "tests/attack", *attack, "--seed", "7", "--work", str(tmp_path)]
