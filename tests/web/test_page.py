@@ -275,17 +275,10 @@ def test_what_is_wrong_is_a_sentence(visit: Visit, browser: Any, package: Path, 
     quiet(visit)
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("WebAssembly.validate = () => false;", "this browser has no WebAssembly SIMD"),
-        (
-            "WebAssembly.Memory = class { constructor() { throw new RangeError('could not allocate memory'); } };",
-            "out of memory",
-        ),
-    ],
-    ids=["no SIMD", "no memory"],
-)
+@pytest.mark.parametrize(("broken", "message"), [
+    ("WebAssembly.validate = () => false;", "this browser has no WebAssembly SIMD"),
+    ("WebAssembly.Memory = class { constructor() { throw new RangeError('could not allocate memory'); } };", "out of memory"),
+], ids=["no SIMD", "no memory"])  # fmt: skip
 def test_a_browser_that_cannot(visit: Visit, site: tuple[str, Path], broken: str, message: str) -> None:
     worker = site[1] / "worker.js"
     worker.write_text(broken + worker.read_text())

@@ -78,16 +78,13 @@ def test_a_chat_is_that_of_run(dist: Path, package: Path, tmp_path: Path, templa
     assert answers[-1].cached_tokens > len(talked._prompt([], messages[0])), "what every turn begins with was kept"
 
 
-@pytest.mark.parametrize(
-    "content, wrong",
-    [
-        ("{{ m.content }}", []),
-        (PARTS, []),
-        ("{{ m.content.rsplit('?', 1)[0] }}", list(CHATS)),
-        ("{% if m.reasoning_content %}{{ '%s' % m.reasoning_content }}{% endif %}{{ m.content }}", [*CHATS][2:]),
-        ("{% do m %}", []),
-    ],
-)
+@pytest.mark.parametrize("content, wrong", [
+    ("{{ m.content }}", []),
+    (PARTS, []),
+    ("{{ m.content.rsplit('?', 1)[0] }}", list(CHATS)),
+    ("{% if m.reasoning_content %}{{ '%s' % m.reasoning_content }}{% endif %}{{ m.content }}", [*CHATS][2:]),
+    ("{% do m %}", []),
+])  # fmt: skip
 def test_chats_that_the_engine_renders_otherwise_are_named(
     dist: Path, content: str, wrong: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
