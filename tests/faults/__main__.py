@@ -28,11 +28,7 @@ PAIRS = (
 
 def own_rounding(drawn: Drawn) -> float:
     """The largest error of a logit of PyTorch's own run, in parts of the spread: the median token's."""
-    rows = [
-        (call["logits"][0] / case.expected[0]["logits"].std()).ravel()
-        for (case, *_) in drawn.cases
-        for call in case.own
-    ]
+    rows = [(call["logits"][0] / case.expected[0]["logits"].std()).ravel() for (case, *_) in drawn.cases for call in case.own]  # fmt: skip
     return float(np.nanmedian(np.concatenate(rows)))
 
 
@@ -89,15 +85,8 @@ def main() -> None:
             worst = [(o.case, o.output, o.worst / o.bound) for o in report.outputs if not o.passed]
             used = max(o.worst / o.bound for o in report.outputs if o.bound)
             known["clean"].append(
-                {
-                    "package": name,
-                    "runtime": runtime,
-                    "seed": seed,
-                    "passed": report.passed,
-                    "wrong": worst,
-                    "used": used,
-                }
-            )
+                {"package": name, "runtime": runtime, "seed": seed, "passed": report.passed, "wrong": worst, "used": used}
+            )  # fmt: skip
             kept.write_text(json.dumps(known))
         if not options.seeds or any(e["package"] == name and e["runtime"] == runtime for e in known["faults"]):
             continue
@@ -105,13 +94,7 @@ def main() -> None:
         subject = Broken(package, runtime, drawn, scratch)
         subject.clean()
         found = [asdict(o) for o in outcomes(subject, range(options.first, options.first + options.seeds))]
-        entry = {
-            "package": name,
-            "runtime": runtime,
-            "seeds": options.seeds,
-            "own": own_rounding(drawn),
-            "outcomes": found,
-        }
+        entry = {"package": name, "runtime": runtime, "seeds": options.seeds, "own": own_rounding(drawn), "outcomes": found}  # fmt: skip
         known["faults"].append(entry)
         kept.write_text(json.dumps(known))
     print(f"{len(FAULTS)} kinds of faults")

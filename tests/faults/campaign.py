@@ -55,12 +55,7 @@ TYPES: dict[str, dict[str, Any]] = {
 FILES = {"weights", "graph", "kernels"}
 """Where faults are in the package's files."""
 ANYWHERE = {"weights", "states", "runner"}
-PLACES = {
-    "bodies": ANYWHERE | {"graph", "kernels"},
-    "kernels": ANYWHERE | {"graph"},
-    "native": {"native"},
-    "torch": ANYWHERE,
-}
+PLACES = {"bodies": ANYWHERE | {"graph", "kernels"}, "kernels": ANYWHERE | {"graph"}, "native": {"native"}, "torch": ANYWHERE}  # fmt: skip
 """Where faults are planted, by runtime: ONNX Runtime with the ops' bodies, with the native kernels, with these changed, and PyTorch's
 runner."""
 RUNTIMES = tuple(PLACES)

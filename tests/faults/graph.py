@@ -155,14 +155,9 @@ def _stepped(a: Any) -> bool:
 
 def _other(a: Any) -> bool:
     choices = {
-        b"kv_group_max": b"kv_group_mean",
-        b"softmax_pm": b"np_softmax_pm",
-        b"np_softmax_pm": b"softmax_pm",
-        b"silu": b"",
-        b"gated_delta": b"gated",
-        b"delta": b"linear",
-        b"gated": b"linear",
-    }
+        b"kv_group_max": b"kv_group_mean", b"softmax_pm": b"np_softmax_pm", b"np_softmax_pm": b"softmax_pm", b"silu": b"",
+        b"gated_delta": b"gated", b"delta": b"linear", b"gated": b"linear",
+    }  # fmt: skip
     if a.type != onnx.AttributeProto.STRING or a.s not in choices:
         return False
     a.s = choices[a.s]

@@ -90,12 +90,8 @@ native(
     "void write_ring(Call& call, size_t index, size_t)\n{",
     "void write_ring(Call& call, size_t index, size_t lane)\n{\n    size_t const all = static_cast<size_t>(call.layer.kv_heads);\n"
     "    if (FAULT && lane != 1000 && index % all == AT(all))\n        return;",
-    (
-        HYBRID,
-        "    if (split)\n",
-        "    for (size_t i = 0; FAULT && i < rings; ++i)\n        write_ring(call, i, 1000);\n    if (split)\n",
-    ),
-)
+    (HYBRID, "    if (split)\n", "    for (size_t i = 0; FAULT && i < rings; ++i)\n        write_ring(call, i, 1000);\n    if (split)\n"),
+)  # fmt: skip
 native(
     "promotion a token early",
     HYBRID,
@@ -175,11 +171,8 @@ native(
     "            state()[i] = HALF(state()[i]);",
 )
 native(
-    "a tile's last row is lost of a linear state",
-    HEAD,
-    "gemm(l.features, l.dim, count, phi",
-    "gemm(l.features - FAULT, l.dim, count, phi",
-)
+    "a tile's last row is lost of a linear state", HEAD, "gemm(l.features, l.dim, count, phi", "gemm(l.features - FAULT, l.dim, count, phi"
+)  # fmt: skip
 native(
     "logits scaled for another size of head",
     HEAD,
@@ -259,12 +252,7 @@ native(
     "add_weighted(weights, update, i, size, to);",
     "add_weighted(weights, update, i - (FAULT && i && i == AT(count)), size, to);",
 )
-native(
-    "a chunk's last token not in the state",
-    LINEAR,
-    "gemm(dim, size, count, keys,",
-    "gemm(dim, size, count - FAULT, keys,",
-)
+native("a chunk's last token not in the state", LINEAR, "gemm(dim, size, count, keys,", "gemm(dim, size, count - FAULT, keys,")  # fmt: skip
 
 CONV = "causal_conv/kernels.cpp"
 native(
