@@ -35,15 +35,12 @@ def test_rows_for_bench(base: Path, tmp_path: Path) -> None:
     assert all(row["prefill_s"] > 0 and row["decode_ms"] > 0 and row["peak_mb"] > 50 for row in found)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--runtime", "vllm"], "invalid choice: 'vllm'"),
-        (["--runtime", "llama.cpp"], "llama.cpp takes a GGUF file, transformers a folder"),
-        (["--quantize", "int4", "--runtime", "transformers"], "are of genai, not of transformers"),
-        (["--provider", "cuda", "--runtime", "transformers"], "are of genai, not of transformers"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    (["--runtime", "vllm"], "invalid choice: 'vllm'"),
+    (["--runtime", "llama.cpp"], "llama.cpp takes a GGUF file, transformers a folder"),
+    (["--quantize", "int4", "--runtime", "transformers"], "are of genai, not of transformers"),
+    (["--provider", "cuda", "--runtime", "transformers"], "are of genai, not of transformers"),
+])  # fmt: skip
 def test_refusals(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run("BASE", *given)

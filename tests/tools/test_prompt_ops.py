@@ -15,10 +15,7 @@ from tools.benchmarks.common import Findings
 
 
 def event(op: str, name: str, dur: int, given: list[tuple[int, ...]], made: tuple[int, ...]) -> dict[str, Any]:
-    sides = {
-        "input_type_shape": [{"float": list(shape)} for shape in given],
-        "output_type_shape": [{"float": list(made)}],
-    }
+    sides = {"input_type_shape": [{"float": list(shape)} for shape in given], "output_type_shape": [{"float": list(made)}]}  # fmt: skip
     return {"name": f"{name}_kernel_time", "dur": dur, "args": {"op_name": op, **sides}}
 
 
