@@ -9,11 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "SECURITY.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob("assets/*/README.md")),
-]
+    ROOT / "README.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("assets/*/README.md")),
+]  # fmt: skip
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide/README.md"
 SHELL = ("", "sh", "bash")
 """Languages of fenced blocks that hold commands; indented blocks have none."""

@@ -51,15 +51,9 @@ ELSEWHERE = {
     "still-export linearize BASE.gguf --adapter assets/qwen2.5-coder-1.5b-instruct-mixed -o STILL": Elsewhere(REAL),
     "still-export linearize BASE.gguf --adapter assets/smollm2-135m-instruct-mixed-2 -o FOLDER": Elsewhere(REAL),
     "python -m tools.benchmarks.block_quality BASE.gguf --blocks all,128,64,32 --model STILL --text sqlalchemy.txt "
-    "--contexts 16384,32768 --text-tokens 65536 --tasks needle --lengths 16384,32768 --depths 5 --samples 2 --device cuda": Elsewhere(
-        REAL
-    ),
-    "still-export linearize BASE.gguf --mixer blocks --top-blocks 64 --local-blocks 32 --dense-length 2048 -o BLOCKS": Elsewhere(
-        REAL
-    ),
-    "still-export BLOCKS --to onnx --native --arch sm_90 --dtype float16 --capacity-tokens 33024 -o PACKAGE": Elsewhere(
-        REAL
-    ),
+    "--contexts 16384,32768 --text-tokens 65536 --tasks needle --lengths 16384,32768 --depths 5 --samples 2 --device cuda": Elsewhere(REAL),
+    "still-export linearize BASE.gguf --mixer blocks --top-blocks 64 --local-blocks 32 --dense-length 2048 -o BLOCKS": Elsewhere(REAL),
+    "still-export BLOCKS --to onnx --native --arch sm_90 --dtype float16 --capacity-tokens 33024 -o PACKAGE": Elsewhere(REAL),
     "still-export MODEL --vision -o VISION": Elsewhere(VISION),
     "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
@@ -72,9 +66,7 @@ ELSEWHERE = {
         "needs onnxruntime-genai", "echo [] > peer.json"
     ),
     "still-export verify GENAI --lengths 1,65 --decode-steps 72": Elsewhere("needs onnxruntime-genai"),
-    "python -m tools.benchmarks.genai_turns GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere(
-        "needs onnxruntime-genai"
-    ),
+    "python -m tools.benchmarks.genai_turns GENAI --text letter.txt --lengths 8,16 --steps 100": Elsewhere("needs onnxruntime-genai"),
     "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
         Elsewhere(TRAINING)
     ),
@@ -102,9 +94,7 @@ ELSEWHERE = {
     'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export verify TRT": Elsewhere(GPU),
     "still-export bench TRT --lengths 1024,8000": Elsewhere(GPU),
-    "still-export MODEL --to onnx --quantize int4 --quantize-method gptq --calibrate TEXT -o GPTQ": Elsewhere(
-        CALIBRATED
-    ),
+    "still-export MODEL --to onnx --quantize int4 --quantize-method gptq --calibrate TEXT -o GPTQ": Elsewhere(CALIBRATED),
     "still-export MODEL --to onnx --quantize int4 --quantize-method gptq --calibrate TEXT --quantize-budget +1% -o MIXED": (
         Elsewhere(CALIBRATED)
     ),
@@ -112,7 +102,7 @@ ELSEWHERE = {
     "still-export MODEL --to trt-rtx --arch sm_89,sm_120 -o RTX": Elsewhere(
         "builds an engine for minutes; tests/still_export/cli/test_trt_cli.py for one architecture"
     ),
-}
+}  # fmt: skip
 
 SLOW = {
     "still-export verify DECODER --model BASE",
@@ -159,13 +149,8 @@ def run_here(command: str) -> None:
     paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     environment = {**os.environ, "PATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        ["bash", "-c", command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=SECONDS,
-    )
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=SECONDS
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
 
 
@@ -219,13 +204,8 @@ def test_commands_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "session",
-    [
-        pytest.param(s, marks=pytest.mark.long)
-        for s, pages in SESSIONS.items()
-        if SLOW & {c for p in pages for c in commands(p)}
-    ],
-)
+    "session", [pytest.param(s, marks=pytest.mark.long) for s, pages in SESSIONS.items() if SLOW & {c for p in pages for c in commands(p)}]
+)  # fmt: skip
 def test_slow_commands_run(
     session: str,
     kernels_cache: Path,
