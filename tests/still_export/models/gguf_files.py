@@ -15,10 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 ARCHITECTURES = {
-    **{
-        name: name
-        for name in ("llama", "qwen2", "qwen3", "phi3", "smollm3", "granite", "lfm2", "mamba", "mamba2", "jamba")
-    },
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "smollm3", "granite", "lfm2", "mamba", "mamba2", "jamba")},
     "mistral": "mistral3",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
@@ -35,7 +32,7 @@ ARCHITECTURES = {
     "rwkv6": "rwkv6",
     "rwkv6qwen2": "rwkv6qwen2",
     "rwkv7": "rwkv7",
-}
+}  # fmt: skip
 """By transformers' model_type."""
 _KEYS: dict[str, tuple[str, ...]] = {
     "embedding_length": ("hidden_size",),

@@ -209,27 +209,19 @@ PACKED = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}
 FORMS = {
     "packed int4": Made(compressed(("pack-quantized", "", PACKED)), "int4"),
     "packed int4, zero points": Made(compressed(("pack-quantized", "", {**PACKED, "symmetric": False})), "int4"),
-    "packed int4, channels": Made(
-        compressed(("pack-quantized", "", {**INT, "num_bits": 4, "strategy": "channel"})), "int4"
-    ),
-    "packed int8, zero points": Made(
-        compressed(("pack-quantized", "", {**PACKED, "num_bits": 8, "symmetric": False})), "int8"
-    ),
+    "packed int4, channels": Made(compressed(("pack-quantized", "", {**INT, "num_bits": 4, "strategy": "channel"})), "int4"),
+    "packed int8, zero points": Made(compressed(("pack-quantized", "", {**PACKED, "num_bits": 8, "symmetric": False})), "int8"),
     "int8, channels": Made(compressed(("int-quantized", "", {**INT, "num_bits": 8, "strategy": "channel"})), "int8"),
     "int8, channels, zero points": Made(
-        compressed(("int-quantized", "", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"})),
-        "int8",
+        compressed(("int-quantized", "", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"})), "int8"
     ),
     "int8, one scale": Made(compressed(("int-quantized", "", {**INT, "num_bits": 8, "strategy": "tensor"})), "int8"),
     "int8, blocks": Made(
-        compressed(("naive-quantized", "", {**INT, "num_bits": 8, "strategy": "block", "block_structure": [48, 32]})),
-        "int8",
+        compressed(("naive-quantized", "", {**INT, "num_bits": 8, "strategy": "block", "block_structure": [48, 32]})), "int8"
     ),
     "fp8, channels": Made(compressed(("float-quantized", "", {**FP8, "strategy": "channel"})), "int8", False),
     "fp8, one scale": Made(compressed(("float-quantized", "", {**FP8, "strategy": "tensor"})), "int8", False),
-    "fp8, groups": Made(
-        compressed(("naive-quantized", "", {**FP8, "strategy": "group", "group_size": 32})), "int8", False
-    ),
+    "fp8, groups": Made(compressed(("naive-quantized", "", {**FP8, "strategy": "group", "group_size": 32})), "int8", False),
     "fp8, blocks of 128": Made(
         compressed(("float-quantized", "", {**FP8, "strategy": "block", "block_structure": [128, 128]})), "int8", False
     ),
@@ -237,11 +229,7 @@ FORMS = {
     "fp8 of transformers, powers of 2": Made(fine_grained((64, 32), "ue8m0"), "int4", False),
     "nvfp4": Made(
         compressed(
-            (
-                "nvfp4-pack-quantized",
-                "",
-                {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
-            )
+            ("nvfp4-pack-quantized", "", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True})
         ),
         "int8",
         block=16,
@@ -249,18 +237,12 @@ FORMS = {
     "nvfp4 of modelopt": Made(modelopt, "int8", block=16),
     "mxfp4": Made(
         compressed(
-            (
-                "mxfp4-pack-quantized",
-                "",
-                {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True},
-            )
+            ("mxfp4-pack-quantized", "", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True})
         ),
         "int8",
     ),
     "mixed": Made(
-        compressed(("pack-quantized", "mlp", PACKED), ("float-quantized", "self_attn", {**FP8, "strategy": "channel"})),
-        "int4",
-        False,
+        compressed(("pack-quantized", "mlp", PACKED), ("float-quantized", "self_attn", {**FP8, "strategy": "channel"})), "int4", False
     ),
     "gptq": Made(gptqmodel(bits=4, sym=True, desc_act=False), "int4"),
     "gptq, zero points": Made(gptqmodel(bits=4, sym=False, desc_act=False), "int4"),
@@ -272,5 +254,5 @@ FORMS = {
     "nf4": Made(four_bit_table("nf4", False), "int8", False),
     "nf4, nested": Made(four_bit_table("nf4", True), "int4", False),
     "fp4 of bitsandbytes": Made(four_bit_table("fp4", True), "int8", False),
-}
+}  # fmt: skip
 """By name."""

@@ -21,17 +21,14 @@ def test_json_round_trip() -> None:
     assert StillConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"chunk_sise": 3}, "chunk_size"),
-        ({"layer_types": ["hybrid"]}, "hybrid_attention"),
-        ({"chunk_size": 0}, "chunk_size=0"),
-        ({"salient_per_chunk": 65}, "salient_per_chunk=65"),
-        ({"overflow": "fold"}, "overflow='fold'"),
-        ({"local": "sliding", "window_size": 65}, "window_size=65"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ({"chunk_sise": 3}, "chunk_size"),
+    ({"layer_types": ["hybrid"]}, "hybrid_attention"),
+    ({"chunk_size": 0}, "chunk_size=0"),
+    ({"salient_per_chunk": 65}, "salient_per_chunk=65"),
+    ({"overflow": "fold"}, "overflow='fold'"),
+    ({"local": "sliding", "window_size": 65}, "window_size=65"),
+])  # fmt: skip
 def test_bad_values_are_named(values: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StillConfig.from_dict(values)

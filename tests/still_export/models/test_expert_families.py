@@ -110,10 +110,7 @@ def shift_one(matrices: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "gate and up exchanged": (
-        "granitemoehybrid",
-        change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)),
-    ),
+    "gate and up exchanged": ("granitemoehybrid", change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2))),
     "concatenated read as interleaved": (
         "qwen3_next",
         change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)),
@@ -124,7 +121,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "groups missing": ("kimi_linear", change_routing(groups=1, top_groups=1)),
     "one expert's rows shifted": ("qwen3_5_moe", change_experts("down", shift_one)),
     "shared expert's gate missing": ("qwen3_5_moe", drop_shared_gate),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -139,26 +136,15 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
     assert far(ours(ids(), use_cache=False).logits, expected) > 100 * LOGITS
 
 
-@pytest.mark.parametrize(
-    "name, changes, message",
-    [
-        (
-            "qwen3_next",
-            dict(num_experts_per_tok=8),
-            "config.json of .*: a token goes to 8 experts and has 7 of 7 to choose from",
-        ),
-        ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
-        ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
-        (
-            "kimi_linear",
-            dict(moe_router_activation_func="softmax"),
-            "moe_router_activation_func='softmax' .* kimi_linear: 'sigm",
-        ),
-        ("bailing_hybrid", dict(score_function="softmax"), "score_function='softmax' .* bailing_hybrid: 'sigmoid'"),
-        ("nemotron_h", dict(topk_method="greedy"), "topk_method='greedy' .* nemotron_h: 'noaux_tc'"),
-        ("qwen3_next", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' .* qwen3_next: 'softmax'"),
-    ],
-)
+@pytest.mark.parametrize("name, changes, message", [
+    ("qwen3_next", dict(num_experts_per_tok=8), "config.json of .*: a token goes to 8 experts and has 7 of 7 to choose from"),
+    ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
+    ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
+    ("kimi_linear", dict(moe_router_activation_func="softmax"), "moe_router_activation_func='softmax' .* kimi_linear: 'sigm"),
+    ("bailing_hybrid", dict(score_function="softmax"), "score_function='softmax' .* bailing_hybrid: 'sigmoid'"),
+    ("nemotron_h", dict(topk_method="greedy"), "topk_method='greedy' .* nemotron_h: 'noaux_tc'"),
+    ("qwen3_next", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' .* qwen3_next: 'softmax'"),
+])  # fmt: skip
 def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     expert_model(name).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -186,10 +172,7 @@ def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None])
     [
         (lambda t: t.pop("model.layers.0.mlp.experts.4.up_proj.weight"), "mlp.experts has no up of expert 4"),
         (lambda t: t.pop("model.layers.2.mlp.experts.6.down_proj.weight"), "mlp.experts has no down of expert 6"),
-        (
-            lambda t: [t.pop(n) for n in list(t) if ".experts.6." in n],
-            r"gate_up has shape \[6, 36, 24\], .* \[7, 36, 24\]",
-        ),
+        (lambda t: [t.pop(n) for n in list(t) if ".experts.6." in n], r"gate_up has shape \[6, 36, 24\], .* \[7, 36, 24\]"),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.3.down_proj.weight": torch.zeros(24, 17)}),
             r"expert 3 has \[24, 17\], expert 0 \[24, 18\]",
@@ -197,7 +180,7 @@ def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None])
         (lambda t: t["model.layers.0.mlp.gate.weight"].fill_(torch.nan), "mlp.gate.weight in .* holds NaN"),
     ],
     ids=["up missing", "down missing", "expert missing", "other size", "NaN in a router"],
-)
+)  # fmt: skip
 def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     expert_model("qwen3_5_moe").save_pretrained(tmp_path)
     change_file(tmp_path, change)
@@ -225,14 +208,9 @@ def test_concatenated_experts_and_the_text_of_a_model_that_sees_images(tmp_path:
 PUBLISHED: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(
         architectures=["KimiLinearForCausalLM"],
-        auto_map={
-            "AutoConfig": "configuration_kimi.KimiLinearConfig",
-            "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM",
-        },
+        auto_map={"AutoConfig": "configuration_kimi.KimiLinearConfig", "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
         first_k_dense_replace=1,
-        linear_attn_config=dict(
-            full_attn_layers=[2], kda_layers=[1, 3], head_dim=12, num_heads=3, short_conv_kernel_size=4
-        ),
+        linear_attn_config=dict(full_attn_layers=[2], kda_layers=[1, 3], head_dim=12, num_heads=3, short_conv_kernel_size=4),
         moe_layer_freq=1,
         moe_router_activation_func="sigmoid",
         use_grouped_topk=True,
@@ -244,16 +222,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_hidden_layers=5,
         mlp_hidden_act="relu2",
     ),
-}
+}  # fmt: skip
 """What configurations of published folders say in other words; their code is never run."""
 _FIELDS = (
-    "layer_types",
-    "layers_block_type",
-    "mlp_layer_types",
-    "linear_head_dim",
-    "linear_num_heads",
-    "linear_conv_kernel_dim",
-)
+    "layer_types", "layers_block_type", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

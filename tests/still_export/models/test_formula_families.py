@@ -64,15 +64,12 @@ def test_half_precision_errs_as_the_formulas_do(form: str, dtype: torch.dtype, t
     demand_half(model_of(form), dtype, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "form, one, start",
-    [
-        (HYPE, False, "hypenet, 3 layers"),
-        (ZEBRA, False, "zebra_llama, 3 layers (2 linear, 1 full)"),
-        ("three", False, "rwkv7qwen3, 3 layers"),
-        *(("mamba2", one, "mambainllama_mamba2, 3 layers (2 linear, 1 full)") for one in (False, True)),
-    ],
-)
+@pytest.mark.parametrize("form, one, start", [
+    (HYPE, False, "hypenet, 3 layers"),
+    (ZEBRA, False, "zebra_llama, 3 layers (2 linear, 1 full)"),
+    ("three", False, "rwkv7qwen3, 3 layers"),
+    *(("mamba2", one, "mambainllama_mamba2, 3 layers (2 linear, 1 full)") for one in (False, True)),
+])  # fmt: skip
 def test_what_is_said_of_a_folder(form: str, one: bool, start: str, tmp_path: Path) -> None:
     model_of(form, **({"one": True} if one else {})).save_pretrained(tmp_path)
     check_model(tmp_path)
@@ -206,13 +203,10 @@ OTHERS = [form for form in FORMS if form.startswith("hypenet") or form in in_lla
 OTHERS += ["zebra, norms", "six", "seven"]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        *(pytest.param(form, marks=pytest.mark.slow) for form in FEW),
-        *(pytest.param(form, marks=pytest.mark.long) for form in OTHERS if form not in (*FEW, "mamba, alone")),
-    ],
-)
+@pytest.mark.parametrize("form", [
+    *(pytest.param(form, marks=pytest.mark.slow) for form in FEW),
+    *(pytest.param(form, marks=pytest.mark.long) for form in OTHERS if form not in (*FEW, "mamba, alone")),
+])  # fmt: skip
 def test_a_folder_becomes_a_proven_package(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demand_package(model_of(form), tmp_path, capsys, plant=PLANTS.get(form))
 

@@ -27,9 +27,7 @@ EXPERTS: dict[str, Any] = dict(num_experts=6, num_experts_per_tok=2, moe_interme
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(EXPERTS, shared_expert_intermediate_size=18),
     "qwen3_5_moe_text": dict(SIZES["qwen3_5_text"], **EXPERTS, shared_expert_intermediate_size=18),
-    "lfm2_moe": dict(
-        EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, tie_word_embeddings=True
-    ),
+    "lfm2_moe": dict(EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, tie_word_embeddings=True),
     "granitemoehybrid": dict(num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=18),
     "falcon_h1": dict(mamba_norm_before_gate=False, tie_word_embeddings=False),
     "mamba": dict(use_bias=False),
@@ -37,15 +35,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": dict(no_rope_layers=[1, 1, 1]),
     "phi3": dict(head_dim=4),
     "kimi_linear": dict(
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=14,
+        mlp_layer_types=["dense", "sparse", "sparse"], num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=14
     ),
     "gemma3_text": dict(layer_types=["sliding_attention"] * 3),
     "mistral": dict(sliding_window=None),
     "rwkv6": dict(rescale_every=2),
-}
+}  # fmt: skip
 APART = ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv6", "rwkv6qwen2", "rwkv7")
 FAMILIES = [name for name in ARCHITECTURES if name not in APART]
 
@@ -223,13 +218,9 @@ def test_tokens_that_end_an_answer(keys: dict[str, int], template: str, ends: li
 
 def test_llama_3_by_its_table(tmp_path: Path) -> None:
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
     model = plain_model("llama", torch.float32, rope_parameters=rope, head_dim=32, max_position_embeddings=16384)
     plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
     table = (plain / model.model.rotary_emb.inv_freq).numpy()

@@ -21,18 +21,10 @@ RELEASED = "model.layers.0.self_attn.feature_map_q.mlp.linears.0.weight"
 LOLCATS = "model.layers.0.self_attn.feature_map_q.mlp.layer"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name", "kind"),
-    [
-        ("still_llama", "", "STILL"),
-        ("still_llama", RELEASED, "STILL"),
-        ("still", "", "released STILL"),
-        ("llama", RELEASED, "released STILL"),
-        ("llama", LOLCATS, "LoLCATs"),
-        ("mamba2", "", "linear"),
-        ("llama", "", "softmax"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "name", "kind"), [
+    ("still_llama", "", "STILL"), ("still_llama", RELEASED, "STILL"), ("still", "", "released STILL"),
+    ("llama", RELEASED, "released STILL"), ("llama", LOLCATS, "LoLCATs"), ("mamba2", "", "linear"), ("llama", "", "softmax"),
+])  # fmt: skip
 def test_the_first_kind_that_recognises_it(model_type: str, name: str, kind: str) -> None:
     tensors: Mapping[str, Any] = {name: torch.zeros(1)} if name else {}
     assert kind_of(Checkpoint("folder", model_type, {}, dict(tensors))).name == kind

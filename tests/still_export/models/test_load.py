@@ -299,40 +299,21 @@ FAULTS = {
     "rope": (
         lambda d: edit_json(
             d / "config.json",
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 5,
-                "long_factor": [2.0] * 5,
-            },
+            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 5, "long_factor": [2.0] * 5},
         ),
         UnsupportedModelError,
         "longrope",
     ),
     "partial rope": (
-        lambda d: edit_json(
-            d / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-        ),
+        lambda d: edit_json(d / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         UnsupportedModelError,
         "partial_rotary_factor=0.5",
     ),
     "head size": (lambda d: edit_json(d / "config.json", head_dim=15), UnsupportedModelError, "head_dim=15"),
-    "heads": (
-        lambda d: edit_json(d / "config.json", num_key_value_heads=4),
-        UnsupportedModelError,
-        "num_key_value_heads=4",
-    ),
+    "heads": (lambda d: edit_json(d / "config.json", num_key_value_heads=4), UnsupportedModelError, "num_key_value_heads=4"),
     "config type": (lambda d: edit_json(d / "config.json", hidden_size="wide"), ConfigError, "hidden_size"),
-    "other shapes": (
-        lambda d: edit_json(d / "config.json", intermediate_size=45),
-        CheckpointError,
-        r"\[24, 44\].*\[24, 45\]",
-    ),
-    "quantized": (
-        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq"}),
-        CheckpointError,
-        "gptq",
-    ),
+    "other shapes": (lambda d: edit_json(d / "config.json", intermediate_size=45), CheckpointError, r"\[24, 44\].*\[24, 45\]"),
+    "quantized": (lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq"}), CheckpointError, "gptq"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, "no weights"),
     "truncated": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
@@ -341,37 +322,18 @@ FAULTS = {
     ),
     "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"garbage" * 9), CheckpointError, "damaged"),
     "empty weights": (lambda d: (d / "model.safetensors").write_bytes(b""), CheckpointError, "damaged"),
-    "pickle": (
-        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        CheckpointError,
-        r"pickle.*safetensors",
-    ),
-    "nan": (
-        lambda d: edit_tensors(d, lambda t: bad_value(t, float("nan"))),
-        CheckpointError,
-        r"layers\.1\.mlp\.up_proj.*NaN",
-    ),
+    "pickle": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), CheckpointError, r"pickle.*safetensors"),
+    "nan": (lambda d: edit_tensors(d, lambda t: bad_value(t, float("nan"))), CheckpointError, r"layers\.1\.mlp\.up_proj.*NaN"),
     "infinity": (lambda d: edit_tensors(d, lambda t: bad_value(t, float("inf"))), CheckpointError, "NaN or infinite"),
-    "lacks a tensor": (
-        lambda d: edit_tensors(d, lambda t: t.pop("model.norm.weight")),
-        CheckpointError,
-        r"lacks model\.norm\.weight",
-    ),
-    "unknown tensor": (
-        lambda d: edit_tensors(d, lambda t: t.update({"model.extra": torch.ones(2)})),
-        CheckpointError,
-        r"model\.extra",
-    ),
+    "lacks a tensor": (lambda d: edit_tensors(d, lambda t: t.pop("model.norm.weight")), CheckpointError, r"lacks model\.norm\.weight"),
+    "unknown tensor": (lambda d: edit_tensors(d, lambda t: t.update({"model.extra": torch.ones(2)})), CheckpointError, r"model\.extra"),
     "bias without a place": (
         lambda d: edit_tensors(d, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(24)})),
         UnsupportedModelError,
         r"o_proj\.bias",
     ),
     "tied embeddings that differ": (
-        lambda d: (
-            edit_json(d / "config.json", tie_word_embeddings=True),
-            edit_tensors(d, lambda t: t["lm_head.weight"].add_(1)),
-        ),
+        lambda d: (edit_json(d / "config.json", tie_word_embeddings=True), edit_tensors(d, lambda t: t["lm_head.weight"].add_(1))),
         CheckpointError,
         "tie_word_embeddings to false",
     ),
@@ -380,7 +342,7 @@ FAULTS = {
         CheckpointError,
         "int8",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -422,10 +384,7 @@ def test_values_beyond_float16_after_a_conversion(tmp_path: Path) -> None:
     """Weights that fit, whose sum with a LoRA pair does not: once written silently as infinity."""
     plain = save_plain(tmp_path / "base")
     module = "model.layers.1.self_attn.q_proj"
-    lora = {
-        f"{module}.lora_A.weight": torch.full((2, 24), 100.0),
-        f"{module}.lora_B.weight": torch.full((60, 2), 400.0),
-    }
+    lora = {f"{module}.lora_A.weight": torch.full((2, 24), 100.0), f"{module}.lora_B.weight": torch.full((60, 2), 400.0)}  # fmt: skip
     (tmp_path / "adapter").mkdir()
     save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2, "r": 2}))

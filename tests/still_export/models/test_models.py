@@ -121,11 +121,8 @@ def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) 
     ids, new, past = random_ids(3, 11), torch.tensor([11, 4, 9]), torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
         program = torch.export.export(
-            Step(),
-            (ids, new, past, states),
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
-            strict=False,
-        )
+            Step(), (ids, new, past, states), dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes), strict=False
+        )  # fmt: skip
         still = [n for n in program.graph.nodes if "still" in str(n.target)]
         assert len(still) == len(MIXED)
         run = program.module()
@@ -200,21 +197,14 @@ def test_gradients_reach_gates_and_feature_maps() -> None:
             assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='dynamic'",
-        ),
-        ("mistral", {"sliding_window": 16}, "sliding_window=16"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
-        ("gemma3_text", {"query_pre_attn_scalar": 12}, "scales its logits"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        ("llama", {"head_dim": 9}, "head_dim=9"),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "words"), [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
+    ("mistral", {"sliding_window": 16}, "sliding_window=16"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
+    ("gemma3_text", {"query_pre_attn_scalar": 12}, "scales its logits"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("llama", {"head_dim": 9}, "head_dim=9"),
+])  # fmt: skip
 def test_uncovered_attention_is_refused(family: str, changes: dict, words: str) -> None:
     values = {**family_config(family).to_dict(), **changes}
     with pytest.raises(UnsupportedModelError, match=words):

@@ -152,16 +152,12 @@ def test_logits_are_those_of_transformers(name: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name, given",
-    [
-        ("granite-4.0-h-tiny", ("--quantize", "int4")),
-        ("Qwen3.5-35B-A3B", ("--quantize", "int4")),
-        ("granite-4.0-h-tiny", ("--dtype", "float16")),
-        ("Nemotron-3-Nano-30B-A3B", ("--quantize", "int4")),
-    ],
-    ids=lambda x: x if isinstance(x, str) else x[-1],
-)
+@pytest.mark.parametrize("name, given", [
+    ("granite-4.0-h-tiny", ("--quantize", "int4")),
+    ("Qwen3.5-35B-A3B", ("--quantize", "int4")),
+    ("granite-4.0-h-tiny", ("--dtype", "float16")),
+    ("Nemotron-3-Nano-30B-A3B", ("--quantize", "int4")),
+], ids=lambda x: x if isinstance(x, str) else x[-1])  # fmt: skip
 def test_packages_are_proven(
     name: str, given: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,11 +122,7 @@ def float8(block: tuple[int, int] | None) -> Maker:
 FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
     "gptq": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, True),
     "gptq symmetric": (gptq(symmetric=True), {"quant_method": "gptq", "bits": 4, "sym": True}, True),
-    "gptq v2": (
-        gptq(format_2=True),
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        True,
-    ),
+    "gptq v2": (gptq(format_2=True), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, True),
     "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, True),
     "gptq 2 bits": (gptq(2), {"quant_method": "gptq", "bits": 2}, True),
     "gptq of other bits here": (gptq(8), {"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, False),
@@ -137,7 +133,7 @@ FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
     "int8": (integers, {"quant_method": "compressed-tensors", "format": "int-quantized"}, False),
     "fp8": (float8((32, 16)), {"quant_method": "fp8", "weight_block_size": [32, 16]}, False),
     "fp8 channels": (float8(None), {"quant_method": "compressed-tensors", "format": "float-quantized"}, False),
-}
+}  # fmt: skip
 """By name: who makes it, quantization_config, whether int4 takes its codes over."""
 
 
@@ -221,25 +217,18 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     assert codes["rounded"].get(key, 0) == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name, change, message",
-    [
-        ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
-        ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
-        ("gptq act-order", lambda f, m: f.pop(f"{m}.g_idx"), "lacks 'g_idx'"),
-        ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
-        (
-            "gptq",
-            lambda f, m: [f.update({f"{m}.{n}": f[f"{m}.{n}"][:0]}) for n in ("scales", "qzeros")],
-            "0 groups do not",
-        ),
-        ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
-        ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
-        ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
-        ("int8", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
-        ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks of"),
-    ],
-)
+@pytest.mark.parametrize("name, change, message", [
+    ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
+    ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
+    ("gptq act-order", lambda f, m: f.pop(f"{m}.g_idx"), "lacks 'g_idx'"),
+    ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
+    ("gptq", lambda f, m: [f.update({f"{m}.{n}": f[f"{m}.{n}"][:0]}) for n in ("scales", "qzeros")], "0 groups do not"),
+    ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
+    ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
+    ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
+    ("int8", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
+    ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks of"),
+])  # fmt: skip
 def test_damaged_layers_are_named(
     name: str, change: Callable[[dict[str, Tensor], str], Any], message: str, base: Path, tmp_path: Path
 ) -> None:
@@ -270,31 +259,17 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
         _grouped(Grouped(shape, 4, 3, lambda: nothing(shape), lambda: nothing(8, 3), None))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "groups", "g_idx", "act_order", "read"),
-    [
-        (96, 3, "none", False, True),
-        (96, 3, "zeros", False, True),
-        (96, 3, "zeros", True, False),
-        (96, 3, "some", False, False),
-        (96, 3, "some", True, False),
-        (96, 1, "zeros", True, True),
-        (96, 3, "shuffled", True, True),
-        (80, 3, "in order", False, True),
-        (80, 3, "none", False, True),
-        (80, 3, "zeros", False, True),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "groups", "g_idx", "act_order", "read"), [
+    (96, 3, "none", False, True), (96, 3, "zeros", False, True), (96, 3, "zeros", True, False), (96, 3, "some", False, False),
+    (96, 3, "some", True, False), (96, 1, "zeros", True, True), (96, 3, "shuffled", True, True), (80, 3, "in order", False, True),
+    (80, 3, "none", False, True), (80, 3, "zeros", False, True),
+])  # fmt: skip
 def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, read: bool) -> None:
     """Without act-order the groups are in order, whatever a writer left in g_idx; the last one may be shorter."""
     size = 32 if groups > 1 else inputs
     in_order = torch.arange(inputs) // size
     of_input = in_order[torch.randperm(inputs)] if g_idx == "shuffled" else in_order
-    codes, zero, scales = (
-        torch.randint(0, 16, (inputs, 8)),
-        torch.randint(1, 16, (groups, 8)),
-        torch.rand(groups, 8) + 0.1,
-    )
+    codes, zero, scales = (torch.randint(0, 16, (inputs, 8)), torch.randint(1, 16, (groups, 8)), torch.rand(groups, 8) + 0.1)  # fmt: skip
     packed = words(codes.t().numpy().astype(np.uint8)).t().contiguous()
     file = {"a.qweight": packed, "a.qzeros": words((zero - 1).numpy().astype(np.uint8)), "a.scales": scales}
     stored = {"zeros": torch.zeros(inputs), "some": in_order // 2 * 2, "shuffled": of_input, "in order": in_order}
@@ -313,64 +288,41 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
 @pytest.mark.parametrize(
     ("parts", "config", "said"),
     [
+        ({"weight": torch.zeros(8, 8, dtype=torch.int8), "SCB": torch.ones(8)}, {"quant_method": "bitsandbytes"}, "SCB"),
         (
-            {"weight": torch.zeros(8, 8, dtype=torch.int8), "SCB": torch.ones(8)},
-            {"quant_method": "bitsandbytes"},
-            "SCB",
-        ),
-        (
-            {
-                "weight": torch.ones(8, 32, dtype=torch.int8),
-                "weight_scale": torch.ones(8, 1),
-                "input_zero_point": torch.ones(1),
-            },
+            {"weight": torch.ones(8, 32, dtype=torch.int8), "weight_scale": torch.ones(8, 1), "input_zero_point": torch.ones(1)},
             {"quant_method": "compressed-tensors"},
             "input_zero_point",
         ),
         (
-            {
-                "qweight": torch.zeros(32, 16).int(),
-                "qzeros": torch.zeros(32, 1).int(),
-                "scales": torch.ones(32, 1),
-            },
+            {"qweight": torch.zeros(32, 16).int(), "qzeros": torch.zeros(32, 1).int(), "scales": torch.ones(32, 1)},
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
             "gemv",
         ),
         (
-            {
-                "weight_packed": torch.zeros(4, 16).int(),
-                "scale_packed": torch.ones(1, 32),
-                "meta": torch.zeros(4, 8, dtype=torch.int16),
-            },
+            {"weight_packed": torch.zeros(4, 16).int(), "scale_packed": torch.ones(1, 32), "meta": torch.zeros(4, 8, dtype=torch.int16)},
             {"quant_method": "compressed-tensors", "format": "marlin-24"},
             "meta, scale_packed",
         ),
         (
-            {
-                "qweight": torch.zeros(2, 8, dtype=torch.int64),
-                "qzeros": torch.zeros(1, 1, dtype=torch.int64),
-                "scales": torch.ones(1, 8),
-            },
+            {"qweight": torch.zeros(2, 8, dtype=torch.int64), "qzeros": torch.zeros(1, 1, dtype=torch.int64), "scales": torch.ones(1, 8)},
             {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
             "qweight in int64",
         ),
     ],
     ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64"],
-)
+)  # fmt: skip
 def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
         dequantizing({f"a.{name}": part for name, part in parts.items()}, config, "here")
     assert "damaged" not in str(caught.value) and "fetch" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
-        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}}, "were rotated"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "qqq"}, "are in the format qqq"),
-    ],
-)
+@pytest.mark.parametrize(("config", "said"), [
+    ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}}, "were rotated"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "qqq"}, "are in the format qqq"),
+])  # fmt: skip
 def test_what_no_tensor_shows_is_read_of_the_configuration(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"weights {said}.* is not supported"):
         dequantizing({"a.weight.compressed": torch.zeros(8, 4), "a.weight.bitmask": torch.zeros(8, 1)}, config, "here")

@@ -45,13 +45,7 @@ class Prompt:
         options = ExportOptions(str(folder / "model"), vision=True)
         export(options, self.package, options=plan_job("onnx", {"native": False, "model": options.model}).options)
         random = np.random.default_rng(1)
-        parts = [
-            random.integers(0, 280, 5),
-            [IMAGE] * 15,
-            random.integers(0, 280, 3),
-            [IMAGE] * 4,
-            random.integers(0, 280, 4),
-        ]
+        parts = [random.integers(0, 280, 5), [IMAGE] * 15, random.integers(0, 280, 3), [IMAGE] * 4, random.integers(0, 280, 4)]  # fmt: skip
         self.ids = np.concatenate(parts)[None]
         self.seen = self.ids[0] == IMAGE
         self.pixels = [random.standard_normal((1, h * w, PATCH_VALUES), np.float32) for _, h, w in GRIDS]

@@ -49,24 +49,15 @@ READ: dict[str, Callable[[Path, Tensors], Any]] = {
     "an index of other shards beside one file": lambda d, t: shards(d, halved(t)),
     "shards beside one file": lambda d, t: shards(d, halved(t), index=False),
     "another name beside one file": lambda d, t: save_file(halved(t), d / "a_model.safetensors"),
-    "Mistral's own names": lambda d, t: save_file(
-        {"layers.0.attention.wq.weight": torch.ones(2)}, d / "consolidated.safetensors"
-    ),
+    "Mistral's own names": lambda d, t: save_file({"layers.0.attention.wq.weight": torch.ones(2)}, d / "consolidated.safetensors"),
     "an optimizer": lambda d, t: save_file({"state.0.exp_avg": torch.ones(2)}, d / "optimizer.safetensors"),
     "an adapter without its configuration": lambda d, t: save_file(
         {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24)}, d / "adapter_model.safetensors"
     ),
-    "shards and others": lambda d, t: (
-        shards(d, t),
-        (d / SINGLE).unlink(),
-        save_file(halved(t), d / "zz.safetensors"),
-    ),
-}
+    "shards and others": lambda d, t: (shards(d, t), (d / SINGLE).unlink(), save_file(halved(t), d / "zz.safetensors")),
+}  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
-    "shards without an index": (
-        lambda d, t: (shards(d, t, index=False), (d / SINGLE).unlink()),
-        "neither model.safetensors nor",
-    ),
+    "shards without an index": (lambda d, t: (shards(d, t, index=False), (d / SINGLE).unlink()), "neither model.safetensors nor"),
     "a tensor in two shards": (
         lambda d, t: (shards(d, t, extra={"model.norm.weight": torch.ones(24)}), (d / SINGLE).unlink()),
         r"model\.norm\.weight is in model-00001.* and in model-00002",
@@ -79,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
         lambda d, t: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
         r"config\.json begins with a byte order mark",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -148,25 +139,22 @@ def test_faults_of_a_configuration_are_not_the_tokenizers(tmp_path: Path) -> Non
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
-        ({"trainable_token_indices": [5]}, "trainable_token_indices"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"use_qalora": True}, "use_qalora"),
-        ({"of_next_year": 0.5}, "of_next_year"),
-        ({"of_next_year": 0}, "of_next_year"),
-        ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
-        ({"init_lora_weights": "loftq"}, "loftq"),
-        ({"init_lora_weights": "corda"}, "corda"),
-        ({"peft_type": "VERA", "r": 0}, "VERA"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    ({"use_dora": True}, "use_dora"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+    ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"use_qalora": True}, "use_qalora"),
+    ({"of_next_year": 0.5}, "of_next_year"),
+    ({"of_next_year": 0}, "of_next_year"),
+    ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
+    ({"init_lora_weights": "loftq"}, "loftq"),
+    ({"init_lora_weights": "corda"}, "corda"),
+    ({"peft_type": "VERA", "r": 0}, "VERA"),
+])  # fmt: skip
 def test_an_adapter_of_what_is_not_understood(tmp_path: Path, more: dict[str, Any], said: str) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**LORA, **more}))
@@ -176,13 +164,7 @@ def test_an_adapter_of_what_is_not_understood(tmp_path: Path, more: dict[str, An
 
 def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
-    off = {
-        "use_dora": False,
-        "lora_bias": False,
-        "loftq_config": {},
-        "of_next_year": None,
-        "init_lora_weights": "gaussian",
-    }
+    off = {"use_dora": False, "lora_bias": False, "loftq_config": {}, "of_next_year": None, "init_lora_weights": "gaussian"}  # fmt: skip
     path.write_text(json.dumps({**LORA, **off, "alpha_pattern": {"q_proj": 32}, "rank_pattern": {"q_proj": 2}}))
     adapter = read_adapter_config(path)
     assert lora_scale(adapter, "model.layers.0.self_attn.q_proj", 2) == 16
@@ -192,16 +174,12 @@ def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
     assert lora_scale(read_adapter_config(path), "model.layers.0.self_attn.q_proj", 4) == 2  # PEFT's own lora_alpha
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.6, "top_p": 0.95},
-        {"do_sample": False, "temperature": 0.0, "top_k": 20},
-        {"num_beams": 1, "early_stopping": True, "length_penalty": 0.8},
-        {"bos_token_id": [1], "pad_token_id": [2, 3], "eos_token_id": [2, 3]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {"temperature": 0.6, "top_p": 0.95},
+    {"do_sample": False, "temperature": 0.0, "top_k": 20},
+    {"num_beams": 1, "early_stopping": True, "length_penalty": 0.8},
+    {"bos_token_id": [1], "pad_token_id": [2, 3], "eos_token_id": [2, 3]},
+], ids=str)  # fmt: skip
 def test_settings_with_a_warning_are_kept(tmp_path: Path, settings: dict[str, Any]) -> None:
     read_generation(settings).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
