@@ -85,10 +85,7 @@ def test_linear_attention_of_genai_forgets_epsilon_and_reads_padding(tmp_path: P
         for name, n in (("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 16), ("value_head_dim", 16))
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-    kinds = {
-        "layer_types": ["linear_attention", "full_attention"],
-        "rope_parameters": {**rope, "mrope_interleaved": True},
-    }
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": {**rope, "mrope_interleaved": True}}  # fmt: skip
     images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     config = families.Qwen3_5Config(text_config={**SIZES, **linear, **kinds, "head_dim": 16}, vision_config=images)
     model = families.Qwen3_5ForConditionalGeneration(config).eval()

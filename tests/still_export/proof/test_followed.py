@@ -119,17 +119,13 @@ class Asked:
                 "dtype": "float32",
                 "kv_heads": model.config.num_key_value_heads,
             },
-            "still": {
-                "chunk_size": CHUNK,
-                "salient_per_chunk": still.salient_per_chunk,
-                "select_scope": still.select_scope,
-            },
+            "still": {"chunk_size": CHUNK, "salient_per_chunk": still.salient_per_chunk, "select_scope": still.select_scope},
             "ops": {"HybridAttention": 1},
             "states": [s.to_dict() for s in self.table],
             "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
             "portable": "of these weights",
             "files": {},
-        }
+        }  # fmt: skip
         self.package = Package(Path("package"), self.manifest)
         next(m for m in planted.modules() if isinstance(m, HybridOpModule)).watch = choose
         self.session = Session(TorchModel(self.manifest, planted))

@@ -111,15 +111,10 @@ def test_what_is_right_passes_whatever_the_split(tmp_path: Path, model: str) -> 
         assert any("1 states by themselves (state.0.sum)" in line for line in report.unseen)
 
 
-@pytest.mark.parametrize(
-    "fault, found",
-    [
-        ("weight", "a prompt of 131"),
-        ("state", "in pieces of 1, 130"),
-        ("rows", "24 steps behind 107, batch 2"),
-        ("padding", "padding on the left"),
-    ],
-)
+@pytest.mark.parametrize("fault, found", [
+    ("weight", "a prompt of 131"), ("state", "in pieces of 1, 130"), ("rows", "24 steps behind 107, batch 2"),
+    ("padding", "padding on the left"),
+])  # fmt: skip
 def test_planted_faults_fail(fault: str, found: str, tmp_path: Path, model: str) -> None:
     """`rows`: the state is the largest of all rows, which one row alone does not show."""
     report = proven(graph(tmp_path / "model.onnx", fault), model)

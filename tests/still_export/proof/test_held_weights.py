@@ -161,12 +161,8 @@ def test_every_fault_of_floats_is_seen(dtype: str, export_tiny: Exporter, tmp_pa
         weights["lm_head.weight"][7, 7] = np.nan
 
     faults = {
-        exchanged: DOWN,
-        turned: square,
-        rows_lost: EMBEDDING,
-        one_bit: layer(2, "self_attn.k_proj"),
-        not_a_number: "lm_head",
-    }
+        exchanged: DOWN, turned: square, rows_lost: EMBEDDING, one_bit: layer(2, "self_attn.k_proj"), not_a_number: "lm_head",
+    }  # fmt: skip
     for change, name in faults.items():
         check = held(with_weights(package, tmp_path / change.__name__, change)).checks[0]
         assert not check.passed and name in check.where, (change.__name__, check.where)

@@ -58,14 +58,8 @@ def test_few_cases_are_asked_again() -> None:
         return Question(feeds, (np.zeros((rows, 1)),) * steps, (0,) * min(steps, 1))
 
     questions = [
-        asked(1, 1),
-        asked(1, 64),
-        asked(1, 129),
-        asked(1, 1000),
-        asked(4, 193),
-        asked(1, 63, 65),
-        asked(1, 160, steps=4),
-    ]
+        asked(1, 1), asked(1, 64), asked(1, 129), asked(1, 1000), asked(4, 193), asked(1, 63, 65), asked(1, 160, steps=4),
+    ]  # fmt: skip
     assert list(chosen_for_layers(questions)) == [2, 5]
     assert not chosen_for_layers([asked(1, 1), asked(1, 9), asked(1, 1000)])
 

@@ -70,14 +70,11 @@ def test_what_a_subject_is_asked_has_no_states_but_the_first(tmp_path: Path) -> 
     assert [list(feed) for feed in question.feeds] == [["past_key.0"], []] and not question.steps
 
 
-@pytest.mark.parametrize(
-    "changed, words",
-    [
-        ({"own_mean": {"logits": 1e3}}, "was changed after it was recorded"),
-        ({"own_top1": [1, 2]}, "was changed after it was recorded"),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize("changed, words", [
+    ({"own_mean": {"logits": 1e3}}, "was changed after it was recorded"),
+    ({"own_top1": [1, 2]}, "was changed after it was recorded"),
+    ({}, ""),
+])  # fmt: skip
 def test_what_is_edited_by_hand_is_refused(changed: dict, words: str, tmp_path: Path) -> None:
     """Bounds follow from the errors of PyTorch's own run: whoever widens them widens what passes."""
     path = tmp_path / "calls.npz"

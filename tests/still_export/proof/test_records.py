@@ -61,18 +61,15 @@ def test_a_run_of_several_proofs_is_one_record() -> None:
     assert set(made.ran) == {"op CausalConv on cpu"}, "files of packages stand in the rows"
 
 
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"verdict": "measured"}, "a proof passed or failed"),
-        ({"verdict": "fine"}, "verdict"),
-        ({"ran": {"graph": "1234"}}, r"ran\.graph"),
-        ({"date": "2026-11-23T10:00:00"}, "no zone"),
-        ({"more": 1}, "more"),
-        ({"commit": 7}, "commit"),
-        ({"figures": {"logits_error": 1e-6}}, "changed after it was written"),
-    ],
-)
+@pytest.mark.parametrize("changed, message", [
+    ({"verdict": "measured"}, "a proof passed or failed"),
+    ({"verdict": "fine"}, "verdict"),
+    ({"ran": {"graph": "1234"}}, r"ran\.graph"),
+    ({"date": "2026-11-23T10:00:00"}, "no zone"),
+    ({"more": 1}, "more"),
+    ({"commit": 7}, "commit"),
+    ({"figures": {"logits_error": 1e-6}}, "changed after it was written"),
+])  # fmt: skip
 def test_a_record_that_was_edited_is_refused(tmp_path: Path, changed: dict, message: str) -> None:
     path = write_record(proof(), tmp_path / "proofs")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
@@ -82,24 +79,12 @@ def test_a_record_that_was_edited_is_refused(tmp_path: Path, changed: dict, mess
 
 @pytest.mark.parametrize(
     "module, program",
-    [
-        ("tools.benchmarks.drift", "python -m tools.benchmarks.drift"),
-        ("still_export.cli.main", "still-export"),
-        ("", "still-export"),
-    ],
-)
+    [("tools.benchmarks.drift", "python -m tools.benchmarks.drift"), ("still_export.cli.main", "still-export"), ("", "still-export")],
+)  # fmt: skip
 def test_a_command_repeats_and_names_no_folder_of_this_machine(
     module: str, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "/home/me/bin/still-export",
-        "prove",
-        "/home/me/small",
-        "--calls=/mnt/a/b.npz",
-        "-o",
-        "out/here",
-        "http://a/v1",
-    ]
+    words = ["/home/me/bin/still-export", "prove", "/home/me/small", "--calls=/mnt/a/b.npz", "-o", "out/here", "http://a/v1"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", words)
     main = SimpleNamespace(__spec__=SimpleNamespace(name=module) if module else None)
     monkeypatch.setitem(sys.modules, "__main__", main)

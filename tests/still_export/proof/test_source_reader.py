@@ -31,12 +31,8 @@ SIZES: dict[str, Any] = dict(hidden_size=64, head_dim=16, num_attention_heads=4)
 
 def asked(path: Path, *overlays: Path, attach: bool = True) -> Verdict:
     options = ExportOptions(
-        str(path),
-        attach_untrained=attach,
-        dtype="float32",
-        overlays=tuple(map(str, overlays)),
-        still=STILL if attach else {},
-    )
+        str(path), attach_untrained=attach, dtype="float32", overlays=tuple(map(str, overlays)), still=STILL if attach else {}
+    )  # fmt: skip
     return check_source(find_source(options), options, path, overlays)
 
 

@@ -36,16 +36,12 @@ def manifest_of(model: Any, dtype: torch.dtype, **facts: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("facts", "batch"),
-    [
-        ({"target": "trt", "trt": {"batch": 1}}, 1),
-        ({"target": "trt", "trt": {"batch": 6}, "engines": []}, 6),
-        ({"target": "trt", "trt": {"batch": 8}, "engines": [{"batch": 2}]}, 2),
-        ({"target": "onnx"}, 4),
-    ],
-    ids=["one row", "not built", "built for fewer", "onnx"],
-)
+@pytest.mark.parametrize(("facts", "batch"), [
+    ({"target": "trt", "trt": {"batch": 1}}, 1),
+    ({"target": "trt", "trt": {"batch": 6}, "engines": []}, 6),
+    ({"target": "trt", "trt": {"batch": 8}, "engines": [{"batch": 2}]}, 2),
+    ({"target": "onnx"}, 4),
+], ids=["one row", "not built", "built for fewer", "onnx"])  # fmt: skip
 def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int) -> None:
     model = still_model("llama", torch.float32)
     manifest = manifest_of(model, torch.float32, **facts)

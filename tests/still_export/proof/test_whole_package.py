@@ -80,13 +80,8 @@ def cut(said: Any) -> None:
 
 def filled_up(said: Any) -> None:
     said["padding"] = {
-        "strategy": {"Fixed": 16},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "!",
-    }
+        "strategy": {"Fixed": 16}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
 
 
 def special_lost(said: Any) -> None:
@@ -140,46 +135,28 @@ FILES: dict[str, tuple[Change, str]] = {
     "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
     "another chat format": (edited("manifest.json", other_chat), "chat"),
     "another chat format that is not asked": (edited("manifest.json", chat_of_tools), "chat"),
-    "another token of the chat format": (
-        edited("manifest.json", lambda said: said["chat"]["tokens"].update(eos_token="a")),
-        "chat",
-    ),
+    "another token of the chat format": (edited("manifest.json", lambda said: said["chat"]["tokens"].update(eos_token="a")), "chat"),
     "an answer that begins otherwise": (edited("manifest.json", lambda said: said["chat"].update(start=" ")), "chat"),
     "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
-    "another temperature": (
-        edited("generation_config.json", lambda said: said.update(temperature=1.5)),
-        "generation_config.json",
-    ),
+    "another temperature": (edited("generation_config.json", lambda said: said.update(temperature=1.5)), "generation_config.json"),
     "no sampling": (edited("generation_config.json", lambda said: said.pop("do_sample")), "generation_config.json"),
-    "a setting of its own": (
-        edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)),
-        "generation_config.json",
-    ),
+    "a setting of its own": (edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)), "generation_config.json"),
     "another end token of the settings": (
         edited("generation_config.json", lambda said: said.update(eos_token_id=[255])),
         "generation_config.json",
     ),
-    "a beginning of its own": (
-        edited("generation_config.json", lambda said: said.update(bos_token_id=3)),
-        "generation_config.json",
-    ),
+    "a beginning of its own": (edited("generation_config.json", lambda said: said.update(bos_token_id=3)), "generation_config.json"),
     "blanks cleaned up": (
         edited("tokenizer_config.json", lambda said: said.update(clean_up_tokenization_spaces=True)),
         "tokenizer_config.json",
     ),
-    "another longest input": (
-        edited("tokenizer_config.json", lambda said: said.update(model_max_length=128)),
-        "tokenizer_config.json",
-    ),
+    "another longest input": (edited("tokenizer_config.json", lambda said: said.update(model_max_length=128)), "tokenizer_config.json"),
     "another chat format in a file": (
         lambda folder: (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", "")),
         "tokenizer_config.json",
     ),
-    "another end token in a file": (
-        edited("tokenizer_config.json", lambda said: said.update(eos_token="a")),
-        "tokenizer_config.json",
-    ),
-}
+    "another end token in a file": (edited("tokenizer_config.json", lambda said: said.update(eos_token="a")), "tokenizer_config.json"),
+}  # fmt: skip
 
 
 def test_every_fault_of_files_is_seen(package: Package, tmp_path: Path) -> None:
