@@ -143,14 +143,11 @@ def meaning(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family, dtype",
-    [
-        ("llama", "float16"),
-        pytest.param("qwen3", "float16", marks=pytest.mark.long),
-        pytest.param("llama", "bfloat16", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("family, dtype", [
+    ("llama", "float16"),
+    pytest.param("qwen3", "float16", marks=pytest.mark.long),
+    pytest.param("llama", "bfloat16", marks=pytest.mark.long),
+])  # fmt: skip
 def test_narrowed_is_exported_in_that_type(export_tiny: Exporter, family: str, dtype: str, tmp_path: Path) -> None:
     """Weights byte for byte, graphs but for the names of their values, the manifest but for the command; and so every bit of an answer."""
     wide = export_tiny(family, dtype="float32", layer_types=("hybrid_attention", "full_attention", "hybrid_attention"))

@@ -55,18 +55,15 @@ def test_no_other_file_compares_the_name_of_a_target() -> None:
     assert not found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'x = target == "trt"',
-        'x = "genai" != kind',
-        'x = manifest["target"] in ("onnx", "trt-rtx")',
-        'x = runtime == "ort"',
-        'x = setting.runtime in ("torch", None)',
-        'x = {"ort": "onnxrt"}.get(runtime, runtime)',
-        'x = {"trt": "TensorRT"}[self.runtime]',
-    ],
-)
+@pytest.mark.parametrize("line", [
+    'x = target == "trt"',
+    'x = "genai" != kind',
+    'x = manifest["target"] in ("onnx", "trt-rtx")',
+    'x = runtime == "ort"',
+    'x = setting.runtime in ("torch", None)',
+    'x = {"ort": "onnxrt"}.get(runtime, runtime)',
+    'x = {"trt": "TensorRT"}[self.runtime]',
+])  # fmt: skip
 def test_a_comparison_is_found(line: str) -> None:
     assert list(compared(line))
 

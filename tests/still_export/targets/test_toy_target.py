@@ -58,15 +58,7 @@ def test_it_is_exported_as_it_is_lowered(portable: Package, tmp_path: Path) -> N
     still_export.lower(portable.path, "toy", tmp_path / "lowered")
     for name in ("model.onnx", "model.onnx.data", "note.txt"):
         assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "lowered" / name).read_bytes()
-    again = (
-        "export",
-        "--config",
-        tmp_path / "direct" / "manifest.json",
-        "--toy-note",
-        "again",
-        "-o",
-        tmp_path / "again",
-    )
+    again = ("export", "--config", tmp_path / "direct" / "manifest.json", "--toy-note", "again", "-o", tmp_path / "again")  # fmt: skip
     assert call(*again, "--quiet") == 0
     assert json.loads((tmp_path / "again" / "manifest.json").read_text())["config"]["toy_note"] == "again"
 

@@ -94,18 +94,14 @@ def test_linear_families(family: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs, flags",
-    [
-        ({"layer_types": MIXED}, ()),
-        ({"layer_types": MIXED}, ("--native",)),
-        ({"select_scope": "kv_group_max"}, ("--native", "--cache", "float16")),
-        ({"select_scope": "kv_group_max", "sizes": {"head_dim": 12}}, ("--native", "--cache", "int8")),
-        ({"overflow": "fold_oldest", "sizes": {"head_dim": 12}}, ("--no-native", "--cache", "int8")),
-        ({"overflow": "fold_oldest", "layer_types": MIXED}, ("--native", "--dtype", "float16")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("knobs, flags", [
+    ({"layer_types": MIXED}, ()),
+    ({"layer_types": MIXED}, ("--native",)),
+    ({"select_scope": "kv_group_max"}, ("--native", "--cache", "float16")),
+    ({"select_scope": "kv_group_max", "sizes": {"head_dim": 12}}, ("--native", "--cache", "int8")),
+    ({"overflow": "fold_oldest", "sizes": {"head_dim": 12}}, ("--no-native", "--cache", "int8")),
+    ({"overflow": "fold_oldest", "layer_types": MIXED}, ("--native", "--dtype", "float16")),
+], ids=str)  # fmt: skip
 def test_verify_drives_genai_itself(
     built: None, knobs: dict[str, Any], flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,17 +142,14 @@ def test_native_code_that_nobody_vouched_for_is_not_loaded(
         check_library(made)
 
 
-@pytest.mark.parametrize(
-    "asked, said",
-    [
-        ({"native": True, "archs": ("sm_90",)}, "--arch: for --to onnx and trt and trt-rtx, not for --to genai"),
-        ({"quantize": "int4", "adapters": True}, "--adapters: genai has no inputs"),
-        ({"opset": 27}, "--opset: for --to onnx, not for --to genai"),
-        ({"all_logits": True}, "--all-logits: genai reads the last token's"),
-        ({"dtype": "bfloat16"}, "--dtype bfloat16: packages for genai run on the CPU"),
-        ({"batch": 2}, "--batch: for --to trt and trt-rtx, not for --to genai"),
-    ],
-)
+@pytest.mark.parametrize("asked, said", [
+    ({"native": True, "archs": ("sm_90",)}, "--arch: for --to onnx and trt and trt-rtx, not for --to genai"),
+    ({"quantize": "int4", "adapters": True}, "--adapters: genai has no inputs"),
+    ({"opset": 27}, "--opset: for --to onnx, not for --to genai"),
+    ({"all_logits": True}, "--all-logits: genai reads the last token's"),
+    ({"dtype": "bfloat16"}, "--dtype bfloat16: packages for genai run on the CPU"),
+    ({"batch": 2}, "--batch: for --to trt and trt-rtx, not for --to genai"),
+])  # fmt: skip
 def test_what_genai_cannot_have_is_refused_at_once(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         plan_job("genai", {"model": "nowhere", **asked})

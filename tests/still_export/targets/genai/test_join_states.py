@@ -136,19 +136,16 @@ def test_the_kernel_takes_the_joined_node(library: str, tmp_path: Any, form: str
     assert nodes == ["JoinedHybridAttention"]
 
 
-@pytest.mark.parametrize(
-    "states, said",
-    [
-        ("larger windows", "joined states are"),
-        ("window_key:3,16,4", "past_window_value is not optional"),
-        ("window_value:3,16,4;window_key:3,16,4", "not in its order"),
-        ("window_door:3", "is no state of the op"),
-        ("window_key:3,-1,4", 'the dimension "-1"'),
-        ("window_key:99999999999,99999999999", "too large"),
-        ("window_key:1,1,1,1,1,1,1,1", "too many dimensions"),
-        ("", "not optional"),
-    ],
-)
+@pytest.mark.parametrize("states, said", [
+    ("larger windows", "joined states are"),
+    ("window_key:3,16,4", "past_window_value is not optional"),
+    ("window_value:3,16,4;window_key:3,16,4", "not in its order"),
+    ("window_door:3", "is no state of the op"),
+    ("window_key:3,-1,4", 'the dimension "-1"'),
+    ("window_key:99999999999,99999999999", "too large"),
+    ("window_key:1,1,1,1,1,1,1,1", "too many dimensions"),
+    ("", "not optional"),
+])  # fmt: skip
 def test_a_wrong_account_of_the_states_is_an_error(library: str, states: str, said: str) -> None:
     model = joined()
     (node,) = [n for n in model.graph.node if n.domain == "still"]

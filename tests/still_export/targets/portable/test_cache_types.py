@@ -27,11 +27,7 @@ FAMILIES = {"float16": "llama", "int8": "qwen2"}
 TOLERANCES = {"float16": 5e-5, "int8": 5e-6}
 """Of logits; 2e-4 in float16 where calls read what was not rounded."""
 WHOLE = (6 * CHUNK + 3,)
-SPLITS = (
-    (CHUNK - 1, 2, 4 * CHUNK, CHUNK + 2),
-    (5 * CHUNK, *[1] * (CHUNK + 3)),
-    (*[1] * CHUNK, 5 * CHUNK + 3),
-)
+SPLITS = ((CHUNK - 1, 2, 4 * CHUNK, CHUNK + 2), (5 * CHUNK, *[1] * (CHUNK + 3)), (*[1] * CHUNK, 5 * CHUNK + 3))  # fmt: skip
 both = pytest.mark.parametrize("kind", FAMILIES)
 
 

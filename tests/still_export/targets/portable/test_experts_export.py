@@ -65,25 +65,17 @@ def test_a_softmax_model_with_experts(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 WIDE: dict[str, Any] = dict(
-    hidden_size=48,
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=32,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    num_attention_heads=4,
-)
+    hidden_size=48, intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_key_head_dim=16,
+    linear_value_head_dim=16, num_attention_heads=4,
+)  # fmt: skip
 """Multiples of 16, that blocks divide."""
 
 
-@pytest.mark.parametrize(
-    "scheme, dtype",
-    [
-        pytest.param("int4", "float32", marks=pytest.mark.slow),
-        pytest.param("int8", "float32", marks=pytest.mark.long),
-        pytest.param("int4", "float16", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("scheme, dtype", [
+    pytest.param("int4", "float32", marks=pytest.mark.slow),
+    pytest.param("int8", "float32", marks=pytest.mark.long),
+    pytest.param("int4", "float16", marks=pytest.mark.long),
+])  # fmt: skip
 def test_quantized_experts(scheme: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Held to PyTorch with the package's own codes; the router keeps 16 bits."""
     expert_model("qwen3_5_moe", seed=3, **WIDE).save_pretrained(tmp_path / "model")

@@ -49,12 +49,8 @@ def assert_close(expected: Arrays, actual: Arrays, dtype: str = "float32") -> No
     assert set(expected) == set(actual)
     for name in expected:
         np.testing.assert_allclose(
-            actual[name].astype(np.float64),
-            expected[name].astype(np.float64),
-            atol=MODEL[dtype],
-            rtol=MODEL[dtype],
-            err_msg=name,
-        )
+            actual[name].astype(np.float64), expected[name].astype(np.float64), atol=MODEL[dtype], rtol=MODEL[dtype], err_msg=name
+        )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -67,11 +63,7 @@ def test_interface(export_tiny: Exporter) -> None:
     assert {o.domain: o.version for o in graph.opset_import} == {"": 23, "still": 1, "com.microsoft": 1}
     states = package.manifest["states"]
     inputs = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.graph.input}
-    expected: dict[str, list[Any]] = {
-        "input_ids": ["batch", "tokens"],
-        "new_tokens": ["batch"],
-        "past_length": ["batch"],
-    }
+    expected: dict[str, list[Any]] = {"input_ids": ["batch", "tokens"], "new_tokens": ["batch"], "past_length": ["batch"]}  # fmt: skip
     expected.update({f"past_{s['name']}": s["shape"] for s in states})
     assert inputs == expected
     outputs = [o.name for o in graph.graph.output]

@@ -145,14 +145,10 @@ def check_shapes(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trt", "onnx"])
-@pytest.mark.parametrize(
-    "family, changes, why",
-    [
-        ("lfm2", dict(conv_L_cache=20, layer_types=["conv", "full_attention"]), "20 taps; the kernels have at most 16"),
-        ("gla", dict(attn={**SOFTMAX, "window_size": 37}), "local='sliding'; the kernels have 'chunked'"),
-    ],
-    ids=["taps", "window"],
-)
+@pytest.mark.parametrize("family, changes, why", [
+    ("lfm2", dict(conv_L_cache=20, layer_types=["conv", "full_attention"]), "20 taps; the kernels have at most 16"),
+    ("gla", dict(attn={**SOFTMAX, "window_size": 37}), "local='sliding'; the kernels have 'chunked'"),
+], ids=["taps", "window"])  # fmt: skip
 def test_gpu_kernels_that_are_not_there_are_refused(
     family: str, changes: dict[str, Any], why: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

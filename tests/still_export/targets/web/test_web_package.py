@@ -148,12 +148,8 @@ def test_the_chat_template_lies_where_transformers_js_reads_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"adapters": True, "quantize": "int4"}, "--adapters"),
-        ({"all_logits": True}, "--all-logits"),
-    ],
-)
+    ("asked", "message"), [({"adapters": True, "quantize": "int4"}, "--adapters"), ({"all_logits": True}, "--all-logits")]
+)  # fmt: skip
 def test_refusals(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         demand(web.WEB, ExportOptions("nowhere", **asked), web.WebOptions())
