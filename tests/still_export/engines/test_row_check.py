@@ -67,16 +67,12 @@ def last(value: float) -> Change:
     return change
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"logits": last(np.nan)}, r"row 2 of 3 is not what it is alone after 0 tokens \(prefill of 7 tokens nan%, "),
-        ({"logits": last(0.0), "decode": True}, r"row 2 of 3 .* \(decode step 1 100\.0%, decode step 2 "),
-        ({"logits": lambda x: x[::-1]}, "row 0 of 3 is not what it is alone"),
-        ({"counts": lambda n: n * [1, 1, 0]}, r"it counted \[13, 12, 0\] tokens in place of \[13, 12, 11\]"),
-    ],
-    ids=["nan", "zero", "swapped", "lost"],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"logits": last(np.nan)}, r"row 2 of 3 is not what it is alone after 0 tokens \(prefill of 7 tokens nan%, "),
+    ({"logits": last(0.0), "decode": True}, r"row 2 of 3 .* \(decode step 1 100\.0%, decode step 2 "),
+    ({"logits": lambda x: x[::-1]}, "row 0 of 3 is not what it is alone"),
+    ({"counts": lambda n: n * [1, 1, 0]}, r"it counted \[13, 12, 0\] tokens in place of \[13, 12, 11\]"),
+], ids=["nan", "zero", "swapped", "lost"])  # fmt: skip
 def test_wrong_rows_are_found(
     package: Package, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
 ) -> None:
