@@ -30,19 +30,9 @@ COMMAND = "still-export verify 'a <package>'"
 
 def output(case: str, name: str, error: float = 1e-6, passed: bool = True) -> dict[str, Any]:
     return {
-        "case": case,
-        "output": name,
-        "max_abs": error,
-        "mean_abs": error / 10,
-        "cosine": 1.0,
-        "own_mean_abs": 0.0,
-        "bound": 1e-4,
-        "worst": error,
-        "worst_call": 1,
-        "worst_place": (0, 1),
-        "by_median": False,
-        "passed": passed,
-    }
+        "case": case, "output": name, "max_abs": error, "mean_abs": error / 10, "cosine": 1.0, "own_mean_abs": 0.0, "bound": 1e-4,
+        "worst": error, "worst_call": 1, "worst_place": (0, 1), "by_median": False, "passed": passed,
+    }  # fmt: skip
 
 
 PROOF: dict[str, Any] = {
@@ -55,12 +45,9 @@ PROOF: dict[str, Any] = {
     "outputs": [
         output(case, name)
         for case in ("prefill 1", "prefill 65")
-        for name in (
-            "logits",
-            *(f"present_{state}.{layer}" for state in ("window_key", "kv_state") for layer in (0, 1)),
-        )
+        for name in ("logits", *(f"present_{state}.{layer}" for state in ("window_key", "kv_state") for layer in (0, 1)))
     ],
-}
+}  # fmt: skip
 
 
 def proof() -> Report:
@@ -113,13 +100,7 @@ def evaluation() -> Report:
 
 def linearization() -> Report:
     losses = [1.0 / step for step in range(1, 1001)]
-    stage = {
-        "steps": 1000,
-        "tokens": 8_192_000,
-        "seconds": 60.0,
-        "losses": losses,
-        "validation": [[500, 0.1], [1000, 0.05]],
-    }
+    stage = {"steps": 1000, "tokens": 8_192_000, "seconds": 60.0, "losses": losses, "validation": [[500, 0.1], [1000, 0.05]]}  # fmt: skip
     plan = {
         "budget": "loss 2%, time 15",
         "base": {"found": 8, "asked": 9},
@@ -170,25 +151,16 @@ def inspection() -> Report:
         "capacity": {"capacity_tokens": 4096, "bounded": True, "overflow": "error"},
         "state": [{"tokens": n, "state_bytes": n << 8, "full_attention_cache_bytes": n << 12} for n in (1024, 4096)],
         "layers": [
-            {
-                "kind": "hybrid_attention",
-                "layers": [0, 1, 3],
-                "states": ["window_key"],
-                "growing": [],
-                "bytes_at_capacity": 1 << 20,
-            }
+            {"kind": "hybrid_attention", "layers": [0, 1, 3], "states": ["window_key"], "growing": [], "bytes_at_capacity": 1 << 20}
         ],
         "precision": {"weights": "float32"},
         "nodes": {"still::HybridAttention": 3},
         "files": {"model.onnx": 1 << 20},
         "command": "still-export MODEL --to onnx -o package",
-    }
+    }  # fmt: skip
     first = {
-        "what": "Model: llama",
-        "size": "1.0 MB of files",
-        "length": "4,096 tokens, then refuses more",
-        "speed": "not measured",
-    }
+        "what": "Model: llama", "size": "1.0 MB of files", "length": "4,096 tokens, then refuses more", "speed": "not measured",
+    }  # fmt: skip
     return inspect.page(found, first, "package", [doctor.Finding("ONNX Runtime, CPU", True, "1.31")], MACHINE)
 
 
@@ -352,14 +324,11 @@ MEASURE = """() => {
 
 @needs_libraries
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "width, scheme",
-    [
-        ("phone", "dark"),
-        ("wide", "light"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("phone", "light"), ("wide", "dark"))),
-    ],
-)
+@pytest.mark.parametrize("width, scheme", [
+    ("phone", "dark"),
+    ("wide", "light"),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("phone", "light"), ("wide", "dark"))),
+])  # fmt: skip
 def test_in_a_browser(width: str, scheme: str, tmp_path: Path) -> None:
     """Every page: drawn without a complaint or a request, nothing wider than the screen, legible text and axes. No colour follows from a
     width."""
