@@ -62,14 +62,11 @@ def test_fits_the_repository() -> None:
     assert load_model(SMALL).dtype == torch.float16
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "heads", "softmax", "most_bytes"),
-    [
-        ("smollm2-135m-instruct-mixed-2", 30, 9, (17, 18), 8_000_000),
-        ("smollm2-135m-instruct-hybrid", 30, 9, (), 8_000_000),
-        ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12_000_000),
-    ],
-)
+@pytest.mark.parametrize(("name", "layers", "heads", "softmax", "most_bytes"), [
+    ("smollm2-135m-instruct-mixed-2", 30, 9, (17, 18), 8_000_000),
+    ("smollm2-135m-instruct-hybrid", 30, 9, (), 8_000_000),
+    ("qwen2.5-coder-1.5b-instruct-mixed", 28, 12, (14, 16, 19, 23), 12_000_000),
+])  # fmt: skip
 def test_adapters_are_complete(name: str, layers: int, heads: int, softmax: tuple[int, ...], most_bytes: int) -> None:
     """Their bases are too large for a test; tools/demo.sh runs one of them with its own."""
     folder = SMALL.parent / name
@@ -182,17 +179,7 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
     asked = ["--text", str(text), "--contexts", "64", "--text-tokens", "256", "--tasks", "needle"]
     asked += ["--lengths", "600", "--depths", "2", "--samples", "1", "--threads", "1"]
     report = tmp_path / "which.html"
-    command = [
-        "evaluate",
-        str(package),
-        str(other),
-        *asked,
-        "--json",
-        "-o",
-        str(tmp_path / "out"),
-        "--report",
-        str(report),
-    ]
+    command = ["evaluate", str(package), str(other), *asked, "--json", "-o", str(tmp_path / "out"), "--report", str(report)]  # fmt: skip
     assert call(*command) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["bits_per_byte"]) == list(found["costs"]) == list(found["retrieval"]) == ["package", "other"]
@@ -220,11 +207,8 @@ def test_lm_eval_measures_packages_and_models(kind: str, package: Path, tmp_path
     """A choice and a continuation of local files, by lm-evaluation-harness itself, as PyTorch gives them."""
     pytest.importorskip("lm_eval")
     (tmp_path / "rows.jsonl").write_text(
-        "".join(
-            json.dumps({"q": f"The road climbs {word}", "a": [" to the mill", " east", " up"], "n": 0}) + "\n"
-            for word in "xyz"
-        )
-    )
+        "".join(json.dumps({"q": f"The road climbs {word}", "a": [" to the mill", " east", " up"], "n": 0}) + "\n" for word in "xyz")
+    )  # fmt: skip
     task = {
         "task": "local",
         "dataset_path": "json",
@@ -238,15 +222,7 @@ def test_lm_eval_measures_packages_and_models(kind: str, package: Path, tmp_path
         "metric_list": [{"metric": "acc"}],
     }
     (tmp_path / "local.yaml").write_text(json.dumps(task))
-    command = [
-        sys.executable,
-        "-m",
-        "still_export.evaluation.harness",
-        "run",
-        "--model",
-        kind,
-        "--model_args",
-    ]
+    command = [sys.executable, "-m", "still_export.evaluation.harness", "run", "--model", kind, "--model_args"]  # fmt: skip
     named = f"package={package},threads=1" if kind == "still-export" else f"model={SMALL},dtype=float32"
     command += [named, "--device", "cpu", "--tasks", "local", "--include_path", str(tmp_path), "--log_samples"]
     done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)

@@ -106,13 +106,7 @@ def test_who_reads_the_text_answers_and_who_errs_does_not(task: str) -> None:
     for tokenizer in (byte_tokenizer(), chat_tokenizer(TEMPLATE)):
         found = by_depth(Reader(tokenizer, task), tokenizer, task, LENGTH, options, {"text": TEXT})
         assert found == [1.0] * 3
-    answers = {
-        "niah_multivalue": 4,
-        "niah_multiquery": 4,
-        "variable_tracking": 5,
-        "common_words": 10,
-        "frequent_words": 3,
-    }
+    answers = {"niah_multivalue": 4, "niah_multiquery": 4, "variable_tracking": 5, "common_words": 10, "frequent_words": 3}  # fmt: skip
     wrong = by_depth(Reader(tokenizer, task, wrong=1), tokenizer, task, LENGTH, options, {"text": TEXT})
     assert wrong == pytest.approx([1 - 1 / answers.get(task, 1)] * 3)
 
