@@ -54,19 +54,8 @@ def test_the_reader_knows_every_keyword_of_the_schema() -> None:
     """A keyword that it would pass over: a model that needs one teaches it to both readers first."""
     told = {"title", "description", "default", "$defs", "$schema"}
     known = {
-        "$ref",
-        "anyOf",
-        "type",
-        "const",
-        "enum",
-        "minimum",
-        "maximum",
-        "minLength",
-        "pattern",
-        "items",
-        "minItems",
-        "maxItems",
-    }
+        "$ref", "anyOf", "type", "const", "enum", "minimum", "maximum", "minLength", "pattern", "items", "minItems", "maxItems",
+    }  # fmt: skip
     known |= {"properties", "required", "additionalProperties"}  # fmt: skip
     found: set[str] = set()
 

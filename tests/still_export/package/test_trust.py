@@ -269,15 +269,12 @@ def test_weights_that_changed_are_noticed_unless_told_not_to(package: Path) -> N
     OrtModel(package, threads=1, check=False)
 
 
-@pytest.mark.parametrize(
-    "field, value, match",
-    [
-        ("capacity.capacity_tokens", 4096, "capacity.capacity_tokens is 4096, in model.onnx it is [0-9]+[.]"),
-        ("capacity.bounded", False, "capacity.bounded is false, in model.onnx it is true"),
-        ("model.vocab_size", 60, "model.vocab_size is 60, in model.onnx it is 61"),
-        ("states", [], "states is without"),
-    ],
-)
+@pytest.mark.parametrize("field, value, match", [
+    ("capacity.capacity_tokens", 4096, "capacity.capacity_tokens is 4096, in model.onnx it is [0-9]+[.]"),
+    ("capacity.bounded", False, "capacity.bounded is false, in model.onnx it is true"),
+    ("model.vocab_size", 60, "model.vocab_size is 60, in model.onnx it is 61"),
+    ("states", [], "states is without"),
+])  # fmt: skip
 def test_the_graph_knows_better(package: Path, field: str, value: Any, match: str) -> None:
     def change(manifest: dict[str, Any]) -> None:
         *path, name = field.split(".")
