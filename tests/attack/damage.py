@@ -1,7 +1,5 @@
 """Damaged packages, models, adapters and tokenizers, over every verb and run_ort.py: how many end in one line, and how many do not."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

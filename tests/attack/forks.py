@@ -1,7 +1,5 @@
 """Runs verbs in forked processes: what costs seconds to import is imported once, and what dies takes nothing with it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Packages whose manifest names native code that this machine did not build, with lies about names, digests and paths."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A command that cannot run in this test is in ELSEWHERE with the reason; of those
 each word.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """The programs in examples/, short and with the answers of this project's runner, and those of the guide's first page."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Faults of a graph and of the bodies of its ops, onnx.ModelProto."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fault is a name, a place and a few lines that change what a package is made of; one decorator registers it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

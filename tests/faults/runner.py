@@ -1,7 +1,5 @@
 """Faults of a runner: what it feeds, at which positions, and which logits it gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

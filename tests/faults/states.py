@@ -1,7 +1,5 @@
 """Faults of states, planted in a runner between its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

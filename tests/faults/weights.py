@@ -1,7 +1,5 @@
 """Faults of weights: arrays by name, as the graph or PyTorch has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each returns figures and raises AssertionError where something is wrong; `provider` is "cuda", or "cpu" to try the checks themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

@@ -4,8 +4,6 @@ Every test of one kind configures the same targets, so that each source is compi
 compile what every run of the tests needs, with no package but pytest and nlohmann-json, while the others are installed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The core's C ABI by ctypes, and small archives and calls to drive it with."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
@@ -57,7 +55,7 @@ class Core:
         if getattr(self.library, name)(*arguments):
             raise CoreError(self.library.still_last_error().decode())
 
-    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> CoreOp:
+    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> "CoreOp":
         items = (AttributeStruct * len(attributes))()
         for item, (key, value) in zip(items, attributes.items(), strict=True):
             item.name = key.encode()

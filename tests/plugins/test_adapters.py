@@ -3,8 +3,6 @@
 Set STILL_TENSORRT_INCLUDE to the include folders of NVIDIA/TensorRT's release branches, separated by colons; skipped without.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The core without a GPU: archive, checks, plans and launches against a recording stand-in for the driver."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path

@@ -3,8 +3,6 @@
 They launch what the core launches for the same call, and with STILL_TENSORRT_INCLUDE what the adapter for TensorRT does.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import re
 import subprocess

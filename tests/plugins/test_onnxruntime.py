@@ -1,7 +1,5 @@
 """The native CPU kernel of still::HybridAttention, in ONNX Runtime, against the PyTorch form; the cases are those of the function body."""
 
-from __future__ import annotations
-
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

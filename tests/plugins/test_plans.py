@@ -1,7 +1,5 @@
 """Launch plans in the core: numbers as in Python, errors where they do not fit 64 bits, and archives whose plan is damaged."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An op outside the tree in the native libraries: its folder is compiled in, and nothing else knows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of one still:: node, made from its OpSpec, and their sessions over IOBinding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Two sequences in calls, and an op's definition and body over them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

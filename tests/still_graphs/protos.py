@@ -1,7 +1,5 @@
 """Walking and editing graphs in protobuf, which tests build, check and run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small stateful language model as a portable graph, made without torch: one still node, a norm, a split and a head."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper

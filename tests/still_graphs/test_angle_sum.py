@@ -1,7 +1,5 @@
 """still::AngleSum, definition and function body, against a loop in float64: angles, turns, padding."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

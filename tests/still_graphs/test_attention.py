@@ -1,7 +1,5 @@
 """The function body of still::Attention against the definition: outputs and every state tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """still::ClusterTokens, definition and function body, against a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The function body of still::HybridAttention against the stateful PyTorch form: outputs and every state tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

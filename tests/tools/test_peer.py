@@ -1,7 +1,5 @@
 """The base model in another runtime: rows for `bench --beside`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chats and public texts for training, on small things, without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

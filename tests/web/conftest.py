@@ -1,7 +1,5 @@
 """A browser, the built page, and a tiny package with recorded calls, on a server of plain files."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading

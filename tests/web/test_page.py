@@ -1,7 +1,5 @@
 """The page in a real browser: it answers as `run` does, proves itself, sees a fault, needs no mouse and no network."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The npm package in Node: the same tokens as `run`, greedy and drawn, a snapshot of its own, and PyTorch's recorded calls."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

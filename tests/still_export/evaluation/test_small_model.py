@@ -1,7 +1,5 @@
 """The repository's own model: it finds facts in 4096 tokens through ONNX Runtime, by its salient tokens."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """RULER's tasks and BABILong's: prompts are whole, a reader of the text alone finds the answers, wrong answers do not count."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GGUF files of models, written by the gguf package from what the format and llama.cpp say of each architecture."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

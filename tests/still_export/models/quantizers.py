@@ -1,7 +1,5 @@
 """Folders quantized by the libraries that publish them, and the weights that the libraries read back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Families with experts against transformers' own classes in float64: whole, in pieces, padded; published names; what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A family is a file, or a few kindred ones are; its first line says what its layers are."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """GGUF files of every architecture are the models that they were made of, and what a file has that nothing reads is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear families against transformers' own classes: one forward in float64 without a cache, whole and in pieces; what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

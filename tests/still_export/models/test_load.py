@@ -1,7 +1,5 @@
 """load_model: every kind of checkpoint it reads, every fault it names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

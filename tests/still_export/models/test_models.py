@@ -1,7 +1,5 @@
 """STILL models of every family against the plain model and against themselves."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantized checkpoints of others: their weights to the last bit, and their codes in the graph."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Linear families and configurations that are refused, by what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

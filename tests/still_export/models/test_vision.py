@@ -1,7 +1,5 @@
 """Qwen3.5 with images: encoder, positions and text from exported graphs against transformers' own class in float64; what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

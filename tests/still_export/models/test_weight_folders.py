@@ -1,7 +1,5 @@
 """Folders with more files than a model has: transformers' choice, adapters by what they set, settings that it reads with a warning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ An edit sets or removes what stands `at` a path (`also`: elsewhere too), or repl
 it). `says`: it is refused in these words. `schema`: a JSON Schema cannot say so, and accepts it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Chat templates: the texts that transformers writes, cut where a message goes on; and what a template may not do."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What no rounding explains fails: numbers that are not finite, logits of one number, another likeliest token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

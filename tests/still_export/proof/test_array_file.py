@@ -1,7 +1,5 @@
 """Files of recorded calls that claim more than they have."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

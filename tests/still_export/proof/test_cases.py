@@ -1,7 +1,5 @@
 """A subject carries its own state through calls and steps, and every call is compared as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Others' packages: what is right passes, every planted fault fails, what cannot be read is refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

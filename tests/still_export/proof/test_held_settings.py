@@ -1,7 +1,5 @@
 """Settings of nodes held to PyTorch's calls: right packages pass; another setting of any op, function or number fails with its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Weights held to the model's: right packages pass in every layout, whatever is changed in one fails with its weight named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

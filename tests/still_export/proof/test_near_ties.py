@@ -1,7 +1,5 @@
 """What a near tie leaves open is counted, and everything else is compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """build, run, verify and bench for TensorRT, end to end over the stand-ins; and a runner that is wrong must fail."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """All that a user runs beside the graph: a right package passes, and whatever is changed in one fails with its file named."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

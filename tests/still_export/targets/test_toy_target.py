@@ -1,7 +1,5 @@
 """A new target is its own folder and a line in the registry: flags, export, lowering, refusals, runner and proof ask its record."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

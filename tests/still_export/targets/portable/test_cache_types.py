@@ -1,7 +1,5 @@
 """Keys and values that are kept in another type than activations: float16, and 8 bits with a scale a row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

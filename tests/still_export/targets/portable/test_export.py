@@ -1,7 +1,5 @@
 """The portable graph: names, shapes, size, and what it computes, against PyTorch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -3,8 +3,6 @@
 Its networks are strongly typed, as all of TensorRT 11's are: a type that the graph leaves open, or mixes, is an error there.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

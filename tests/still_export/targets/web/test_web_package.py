@@ -1,7 +1,5 @@
 """Packages for browsers: the graph computes what the portable one does, in float32, from ops and files that onnxruntime-web takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
