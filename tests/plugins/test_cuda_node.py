@@ -31,6 +31,8 @@ from tests.plugins.test_adapters import (
 from tests.still_graphs import test_functions as body
 from tests.still_graphs.passes import attach_functions
 
+pytestmark = pytest.mark.slow
+
 Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
 
 
@@ -76,7 +78,6 @@ def without_own_memory(line: str) -> str:
     return re.sub(r"\d+", lambda found: "own" if 1 << 28 <= int(found[0]) < 1 << 29 else found[0], line)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Recorder, call: Call) -> None:
     spec, attributes, absent, sizes, kernels = call
@@ -101,7 +102,6 @@ def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Reco
     assert [without_own_memory(line) for line in launches(lines)[: len(expected)]] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not FOLDERS, reason="needs STILL_TENSORRT_INCLUDE")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_tensorrt(hosts: Hosts, call: Call) -> None:
@@ -109,7 +109,6 @@ def test_launches_are_those_of_tensorrt(hosts: Hosts, call: Call) -> None:
     assert theirs and launches(hosts.run(call))[: len(theirs)] == theirs
 
 
-@pytest.mark.slow
 def test_streams_states_and_memory(hosts: Hosts) -> None:
     """Calls of the hybrid op: prefill, decode, then decode again, on another stream, and with present buffers of its own."""
     lines = hosts.run(CALLS[0])
@@ -131,13 +130,11 @@ def test_streams_states_and_memory(hosts: Hosts) -> None:
     assert len(modules) == 8 and modules[-1] < lines.index(launches(lines)[0]), "all when the node was made"
 
 
-@pytest.mark.slow
 def test_what_has_no_kernel_is_refused_when_the_node_is_made(hosts: Hosts) -> None:
     lines = hosts.run(CALLS[0], activation_type="float32")
     assert lines[1].startswith("created HybridAttention: no kernel for dtype=float32, the archive has float16. Compile")
 
 
-@pytest.mark.slow
 def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
     """ONNX Runtime's CPU provider takes its own kernels, of both types, where kernels of another provider stand beside them."""
     import torch
@@ -146,7 +143,6 @@ def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
     body.check(body.config(), [5, 1], torch.float16, library=str(hosts.library))
 
 
-@pytest.mark.slow
 def test_what_has_kernels_of_the_gpu_alone_runs_by_its_body_on_the_cpu(hosts: Hosts) -> None:
     """Where there is no driver, or the session says that it is for the CPU; ONNX Runtime loads no node otherwise whose op is for another
     provider."""
