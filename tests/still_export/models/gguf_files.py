@@ -296,9 +296,7 @@ def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
             groups, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
             value = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
             q, k, v, z = tensor.unflatten(0, (groups, -1)).split([key, key, value, value], dim=1)
-            found[name.replace("qkvz", "qkv")] = (
-                torch.cat([q, k, v]).flatten(0, 1) if False else torch.cat([part.flatten(0, 1) for part in (q, k, v)])
-            )
+            found[name.replace("qkvz", "qkv")] = torch.cat([part.flatten(0, 1) for part in (q, k, v)])
             found[name.replace("qkvz", "z")] = z.flatten(0, 1)
         elif name.endswith(("shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight")):
             gate, up = tensor.chunk(2, dim=-2)

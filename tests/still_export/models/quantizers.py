@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.still_export.files import edit_json
 from tests.still_export.training import make_base
 
 ALONE = "model.layers.1.self_attn.o_proj"
@@ -54,8 +55,7 @@ def write(
             del file[name]
             file |= {f"{module}.{part}": tensor.contiguous() for part, tensor in found.items()}
     save_file(file, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    edit_json(folder / "config.json", quantization_config=said)
 
 
 def compressed(*formats: tuple[str, str, dict[str, Any]]) -> Maker:

@@ -21,6 +21,7 @@ from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
+from tests.still_export.files import edit_json, edit_tensors, read_json
 from tests.still_export.models import quantizers
 
 BITS, GROUP = 4, 32
@@ -104,8 +105,7 @@ def quantized_folder(base: Path, folder: Path, name: str) -> dict[str, Tensor]:
         weight = file.pop(key)
         found[key] = maker(key.removesuffix(".weight"), weight, file)
     save_file(file, folder / "model.safetensors", {"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    edit_json(folder / "config.json", quantization_config=config)
     return found
 
 
@@ -182,10 +182,8 @@ def test_damaged_layers_are_named(
     name: str, change: Callable[[dict[str, Tensor], str], Any], message: str, base: Path, tmp_path: Path
 ) -> None:
     quantized_folder(base, tmp_path / "model", name)
-    path, module = tmp_path / "model" / "model.safetensors", "model.layers.0.self_attn.q_proj"
-    file = load_file(path)
-    change(file, module)
-    save_file(file, path, {"format": "pt"})
+    module = "model.layers.0.self_attn.q_proj"
+    edit_tensors(tmp_path / "model", lambda file: change(file, module))
     with pytest.raises(CheckpointError, match=f"{module} in .*{message}"):
         open_source(tmp_path / "model", attach_untrained=True)
 
@@ -193,13 +191,13 @@ def test_damaged_layers_are_named(
 def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Path) -> None:
     quantized_folder(base, tmp_path / "model", "gptq")
     path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)["quantization_config"]
     for said, message in (
         ({"quant_method": "aqlm"}, "quantized by aqlm; gptq, awq"),
         ({"bits": 3}, "3 bits, where 2, 4 and 8 are read"),
         ({"checkpoint_format": "marlin"}, "are in the format marlin, where gptq and gptq_v2 are read"),
     ):
-        path.write_text(json.dumps({**config, "quantization_config": config["quantization_config"] | said}))
+        edit_json(path, quantization_config=config | said)
         with pytest.raises(UnsupportedError, match=message):
             open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
@@ -299,9 +297,7 @@ def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:
 def test_folders_of_model_optimizer_say_it_in_a_file_of_its_own(base: Path, tmp_path: Path) -> None:
     expected = quantized_folder(base, tmp_path / "model", "fp8, channels")
     path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
+    edit_json(path, quantization_config=None)
     (path.parent / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     weights = open_source(path.parent, attach_untrained=True, dtype="float32").weights
     assert all(torch.equal(value_of(weights[key]), value) for key, value in expected.items())

@@ -17,6 +17,7 @@ from still_export.models.build import read_generation
 from still_export.models.description import describe_model
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
+from tests.still_export.files import edit_json, read_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model
 from tests.still_export.training import byte_tokenizer
@@ -196,16 +197,15 @@ def test_negative_ids_stand_for_none(place: str, tmp_path: Path) -> None:
     """As in the first Llama's config.json."""
     linear_model("lfm2").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    path = tmp_path / place
-    said = json.loads(path.read_text()) if path.is_file() else {}
+    if not (path := tmp_path / place).is_file():
+        path.write_text("{}")
     for ends, known in ((-1, []), ([5, -1], [5])):
-        path.write_text(json.dumps({**said, "eos_token_id": ends, "pad_token_id": -1, "bos_token_id": -1}))
+        edit_json(path, eos_token_id=ends, pad_token_id=-1, bos_token_id=-1)
         assert describe_model(load_model(tmp_path))["eos_token_ids"] == known
 
 
 def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     plain_model("llama", torch.float32).save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**said, "pad_token_id": said["vocab_size"]}))
+    edit_json(tmp_path / "config.json", pad_token_id=read_json(tmp_path / "config.json")["vocab_size"])
     with pytest.raises(ConfigError, match=r"pad_token_id=\d+ in config.json is no token of the"):
         load_model(tmp_path, attach_untrained=True)
