@@ -33,7 +33,7 @@ from tests.still_graphs.passes import attach_functions
 
 pytestmark = pytest.mark.slow
 
-Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
+Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...], Any]
 
 
 class Hosts:
@@ -53,7 +53,7 @@ class Hosts:
 
     def run(self, call: Call, tensorrt: bool = False, **values: Any) -> list[str]:
         """Lines that a stand-in prints of a call."""
-        spec, attributes, absent, sizes, _ = call
+        spec, attributes, absent, sizes, *_ = call
         program = [self.tensorrt, self.tensorrt_library] if tensorrt else [self.host, self.library]
         given = host_arguments(spec, node_values(spec, attributes, absent) | values, absent, sizes)
         done = subprocess.run(
@@ -80,7 +80,7 @@ def without_own_memory(line: str) -> str:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Recorder, call: Call) -> None:
-    spec, attributes, absent, sizes, kernels = call
+    spec, attributes, absent, sizes, kernels, _ = call
     lines = hosts.run(call)
     assert lines[:2] == ["registered 0", "created 0"]
     assert lines.count("compute 0") == 5

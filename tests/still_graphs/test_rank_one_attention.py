@@ -12,6 +12,7 @@ from still_graphs.errors import ShapeError
 from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.pieces import counts_of, pieces
 from tests.still_kernels.linear_attention.inputs import BOUND, HARD_BOUND, SPLITS, Split, error
 
 SIZES = {"H": 3, "D": 10, "V": 7}
@@ -31,8 +32,8 @@ def looped(x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 
 def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences with NaN where there is no token, their outputs and states."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in splits])
-    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+    counts, generator = counts_of(splits), torch.Generator().manual_seed(0)
+    tokens = int(counts.sum(0).max())
 
     def normal(size: int) -> Tensor:
         return torch.randn(2, tokens, SIZES["H"], size, generator=generator, dtype=torch.float64)
@@ -42,18 +43,12 @@ def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Ite
     x |= {"read_key": -unit, "write_key": unit * torch.rand(unit.shape, generator=generator).double()}
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     x["decay"] = -strength * torch.rand(unit.shape, generator=generator)
-    state, start = torch.zeros(2, *SIZES.values(), dtype=torch.float64), [0, 0]
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=t.dtype) for name, t in x.items()}
-        output = torch.zeros(2, longest, SIZES["H"], SIZES["V"], dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            part = {name: t[row, start[row] : start[row] + count] for name, t in x.items()}
-            for name, t in part.items():
-                feeds[name][row, :count] = t
-            output[row, :count], state[row] = looped({name: t.double() for name, t in part.items()}, state[row])
-            start[row] += count
-        yield Inputs(**feeds, new_tokens=new), output, state
+    state, nothing = torch.zeros(2, *SIZES.values(), dtype=torch.float64), torch.zeros(tokens, SIZES["H"], SIZES["V"])
+    for feeds, _, output in pieces(x, [nothing, nothing], counts):
+        for row, count in enumerate(feeds["new_tokens"].tolist()):
+            part = {name: feeds[name][row, :count].double() for name in x}
+            output[row, :count], state[row] = looped(part, state[row])
+        yield Inputs(**feeds), output, state
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
