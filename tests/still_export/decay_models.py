@@ -1,7 +1,5 @@
 """TransNormer, MiniCPM-SALA and Mamba-3 by their formulas, one token after the other."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -29,17 +27,9 @@ class TransNormerModel(OwnModel):
     """TransNormerLLM; three heads, so that the slopes are those of no power of two."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        decoder_embed_dim=24,
-        decoder_layers=3,
-        decoder_attention_heads=3,
-        hidden_dim=24,
-        glu_dim=44,
-        norm_type="simplermsnorm",
-        linear_act_fun="silu",
-        linear_use_lrpe_list=[1, 0, 1],
-        no_scale_embedding=False,
-        bias=False,
-    )
+        decoder_embed_dim=24, decoder_layers=3, decoder_attention_heads=3, hidden_dim=24, glu_dim=44, norm_type="simplermsnorm",
+        linear_act_fun="silu", linear_use_lrpe_list=[1, 0, 1], no_scale_embedding=False, bias=False,
+    )  # fmt: skip
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
@@ -114,14 +104,7 @@ class SalaModel(OwnModel):
         qk_norm=True,
         mixer_types=["minicpm4", "lightning-attn", "minicpm4"],
         sparse_config=dict(
-            kernel_size=4,
-            kernel_stride=2,
-            init_blocks=1,
-            block_size=8,
-            window_size=16,
-            topk=3,
-            use_nope=False,
-            dense_len=48,
+            kernel_size=4, kernel_stride=2, init_blocks=1, block_size=8, window_size=16, topk=3, use_nope=False, dense_len=48
         ),
         scale_emb=3,
         scale_depth=1.4,
@@ -132,7 +115,7 @@ class SalaModel(OwnModel):
         hidden_act="silu",
         max_position_embeddings=512,
         attention_bias=False,
-    )
+    )  # fmt: skip
 
     def layer_shapes(self, i: int) -> Shapes:
         c = self.config
@@ -158,17 +141,11 @@ class SalaModel(OwnModel):
         c, s = self.config, self.config["sparse_config"]
         window = s["window_size"] // s["block_size"]
         choice = dict(
-            block_size=s["block_size"],
-            mean_stride=s["kernel_stride"],
-            mean_length=s["kernel_size"],
-            init_blocks=s["init_blocks"],
-        )
+            block_size=s["block_size"], mean_stride=s["kernel_stride"], mean_length=s["kernel_size"], init_blocks=s["init_blocks"]
+        )  # fmt: skip
         choice |= dict(
-            init_blocks=s["init_blocks"],
-            lse_stride=4 * s["kernel_stride"],
-            lse_length=4 * s["kernel_size"],
-            local_blocks=window,
-        )
+            init_blocks=s["init_blocks"], lse_stride=4 * s["kernel_stride"], lse_length=4 * s["kernel_size"], local_blocks=window
+        )  # fmt: skip
         choice |= dict(top_blocks=s["topk"] + window, dense_length=s["dense_len"])
         return Layer(
             c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"], c["head_dim"], choice=choice
@@ -218,19 +195,9 @@ class Mamba3Model(OwnModel):
 
     names = ("backbone.embeddings", "lm_head", "backbone.norm_f", "backbone.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
-        hidden_size=24,
-        num_hidden_layers=2,
-        expand=2,
-        head_dim=8,
-        state_size=10,
-        n_groups=2,
-        rope_fraction=0.5,
-        A_floor=0.05,
-        use_bias=False,
-        norm_eps=1e-5,
-        is_outproj_norm=False,
-        is_mimo=False,
-    )
+        hidden_size=24, num_hidden_layers=2, expand=2, head_dim=8, state_size=10, n_groups=2, rope_fraction=0.5, A_floor=0.05,
+        use_bias=False, norm_eps=1e-5, is_outproj_norm=False, is_mimo=False,
+    )  # fmt: skip
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
         super().__init__(family, draw, **changes)

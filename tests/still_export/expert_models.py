@@ -1,7 +1,5 @@
 """Random models with experts, as transformers has them: dimensions all differ, routers are not flat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,24 +8,12 @@ from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.linear_models import PUBLISHED, SIZES, linear_model
 
 _QWEN: dict[str, Any] = dict(
-    SIZES["qwen3_next"],
-    num_experts=7,
-    num_experts_per_tok=3,
-    moe_intermediate_size=18,
-    shared_expert_intermediate_size=22,
-)
+    SIZES["qwen3_next"], num_experts=7, num_experts_per_tok=3, moe_intermediate_size=18, shared_expert_intermediate_size=22
+)  # fmt: skip
 _NEMOTRON: dict[str, Any] = dict(
-    num_hidden_layers=None,
-    head_dim=10,
-    mamba_num_heads=6,
-    mamba_head_dim=8,
-    ssm_state_size=14,
-    n_groups=2,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    moe_intermediate_size=18,
-    moe_shared_expert_intermediate_size=22,
-)
+    num_hidden_layers=None, head_dim=10, mamba_num_heads=6, mamba_head_dim=8, ssm_state_size=14, n_groups=2, n_routed_experts=8,
+    num_experts_per_tok=3, moe_intermediate_size=18, moe_shared_expert_intermediate_size=22,
+)  # fmt: skip
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN),
     "qwen3_next": ("qwen3_next", dict(_QWEN, mlp_only_layers=[1])),
@@ -122,11 +108,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
 def published_sizes(name: str) -> dict[str, Any]:
     """Widths as published models have them, multiples of what kernels compute at once, for a name of SPARSE."""
     family, sizes = SPARSE[name]
-    widths = {
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 96,
-        "moe_shared_expert_intermediate_size": 96,
-    }
+    widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96}  # fmt: skip
     own = widths if "moe_intermediate_size" in sizes else {"intermediate_size": 64}
     wide = PUBLISHED.get(family.replace("_moe", ""), {"vocab_size": 128, "hidden_size": 128})
     return {**wide, **{field: size for field, size in own.items() if field in sizes}}

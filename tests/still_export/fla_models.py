@@ -1,7 +1,5 @@
 """Random models of flash-linear-attention, which needs a GPU: its formulas, one token after the other, under its names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,19 +26,15 @@ COMMON: dict[str, Any] = dict(
 )
 SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=None, rope_theta=1000.0)
 SIZES: dict[str, dict[str, Any]] = {
-    "gated_deltanet": dict(
-        num_heads=2, num_v_heads=4, head_dim=25, expand_v=0.8, use_gate=True, use_short_conv=True, conv_size=4
-    ),
-    "delta_net": dict(
-        num_heads=2, expand_k=2.0, expand_v=1.5, use_gate=False, use_beta=True, use_short_conv=True, conv_size=3
-    ),
+    "gated_deltanet": dict(num_heads=2, num_v_heads=4, head_dim=25, expand_v=0.8, use_gate=True, use_short_conv=True, conv_size=4),
+    "delta_net": dict(num_heads=2, expand_k=2.0, expand_v=1.5, use_gate=False, use_beta=True, use_short_conv=True, conv_size=3),
     "gla": dict(num_heads=4, num_kv_heads=2, expand_k=2.0, expand_v=1.5, use_short_conv=False, attn=SOFTMAX),
     "hgrn2": dict(num_heads=None, expand_ratio=8, use_lower_bound=True, use_short_conv=False),
     "hgrn": dict(expand_ratio=1, use_lower_bound=True, use_short_conv=False),
     "retnet": dict(num_heads=3, expand_k=1.0, expand_v=2.0, use_short_conv=False),
     "parallax": dict(num_heads=4, num_kv_heads=2, qkv_bias=True, qk_norm=True, window_size=None, rope_theta=1000.0),
     "local_linear": dict(num_heads=4, num_kv_heads=2, rope_theta=1000.0, ridge=3.0),
-}
+}  # fmt: skip
 """What each family's configuration has beside `COMMON`."""
 
 
@@ -110,12 +104,8 @@ class FlaModel(FlaLayers):
         hidden = c["hidden_size"]
         if self.family == "gated_deltanet":
             return (
-                c["num_heads"],
-                c["num_heads"],
-                c["num_v_heads"] or c["num_heads"],
-                c["head_dim"],
-                int(c["head_dim"] * c["expand_v"]),
-            )
+                c["num_heads"], c["num_heads"], c["num_v_heads"] or c["num_heads"], c["head_dim"], int(c["head_dim"] * c["expand_v"]),
+            )  # fmt: skip
         if self.family == "hgrn":
             return 0, hidden * c["expand_ratio"], hidden * c["expand_ratio"], 1, 1
         if self.family == "hgrn2":
@@ -143,11 +133,7 @@ class FlaModel(FlaLayers):
             shapes["g_proj.weight"] = (outputs, hidden)
         if self.family == "gla":
             norm = "g_norm_swish_gate" if "g_proj.weight" in shapes else "g_norm"
-            shapes |= {
-                "gk_proj.0.weight": (16, hidden),
-                "gk_proj.1.weight": (keys * dim, 16),
-                "gk_proj.1.bias": (keys * dim,),
-            }
+            shapes |= {"gk_proj.0.weight": (16, hidden), "gk_proj.1.weight": (keys * dim, 16), "gk_proj.1.bias": (keys * dim,)}  # fmt: skip
             return shapes | {f"{norm}.weight": (size,)}
         if self.family.startswith("hgrn"):
             return shapes | {"g_norm.weight": (outputs,)}

@@ -1,7 +1,5 @@
 """Random models of Mamba-in-Llama under their published names and in their published files: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -14,33 +12,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention, silu, softplu
 from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 LLAMA: dict[str, Any] = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    hidden_size=24,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    attention_bias=False,
-    mlp_bias=False,
-    hidden_act="silu",
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    rope_theta=1000.0,
-    rope_scaling=None,
-)
+    model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=24, intermediate_size=44, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=6, attention_bias=False, mlp_bias=False, hidden_act="silu",
+    max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=1000.0, rope_scaling=None,
+)  # fmt: skip
 """Of the base's config.json; sizes are small."""
 BESIDE: dict[str, Any] = dict(
-    d_model=24,
-    rms_norm_eps=1e-6,
-    vocab_size=None,
-    d_inner=24,
-    d_xb=12,
-    intermediate_size=44,
-    hidden_act="silu",
-    n_layer=3,
-)
+    d_model=24, rms_norm_eps=1e-6, vocab_size=None, d_inner=24, d_xb=12, intermediate_size=44, hidden_act="silu", n_layer=3
+)  # fmt: skip
 """Of mamba_config.json."""
 FIRST: dict[str, Any] = dict(ssm_cfg={"expand": 1, "d_state": 3}, attn_layers=[1])
 SECOND: dict[str, Any] = dict(ssm_cfg={"expand": 1, "ngroups": 4, "d_state": 6}, attn_layers=[1])
@@ -51,16 +30,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "mambainllama_mamba",
         dict(ssm_cfg={"expand": 1, "d_state": 6, "d_conv": 3, "dt_rank": 5, "repeat_kv_before_conv": False}, d_xb=6),
     ),
-    "mamba, alone": (
-        "mambainllama_mamba",
-        dict(attn_layers=[], d_inner=48, ssm_cfg={"d_state": 4, "conv_bias": False}),
-    ),
+    "mamba, alone": ("mambainllama_mamba", dict(attn_layers=[], d_inner=48, ssm_cfg={"d_state": 4, "conv_bias": False})),
     "mamba2": ("mambainllama_mamba2", {}),
     "mamba2, repeated first": (
         "mambainllama_mamba2",
         dict(ssm_cfg={"ngroups": 4, "d_state": 6, "repeat_kv_before_conv": True, "conv_bias": False}, attn_layers=[0]),
     ),
-}
+}  # fmt: skip
 """A family, and what is changed of its mamba_config.json."""
 
 
@@ -88,13 +64,8 @@ class InLlamaModel(OwnModel):
         ssm = self.beside["ssm_cfg"]
         first = ssm.get("repeat_kv_before_conv", not self.second)
         return (
-            self.beside["d_inner"],
-            self.beside["d_xb"],
-            ssm["d_state"],
-            ssm.get("d_conv", 4),
-            ssm.get("dt_rank", 2),
-            first,
-        )
+            self.beside["d_inner"], self.beside["d_xb"], ssm["d_state"], ssm.get("d_conv", 4), ssm.get("dt_rank", 2), first,
+        )  # fmt: skip
 
     def layer_shapes(self, i: int) -> Shapes:
         width, inner = self.config["hidden_size"], self.beside["d_inner"]
@@ -199,33 +170,12 @@ class InLlamaModel(OwnModel):
 
 
 ZEBRA: dict[str, Any] = dict(
-    hidden_size=24,
-    intermediate_size=44,
-    hidden_act="silu",
-    n_layer=3,
-    mla_layers=[1],
-    rms_norm_eps=1e-6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    kv_lora_rank=8,
-    q_lora_rank=16,
-    use_lora_layer_norm=False,
-    use_full_kv_head=False,
-    qk_rope_head_dim=8,
-    v_head_dim=6,
-    qk_nope_head_dim=5,
-    qkv_rank_divisor=8,
-    max_position_embeddings=4096,
-    rope_theta=1000.0,
-    rope_scaling={"factor": 32.0, "original_max_position_embeddings": 64, "rope_type": "yarn"},
-    attention_bias=False,
-    attention_dropout=0.0,
-    rope_type="yarn",
-    d_model=24,
-    ssm_cfg={"expand": 1, "ngroups": 4, "d_state": 6, "repeat_kv_before_conv": False},
-    d_inner=24,
-    d_xb=12,
-)
+    hidden_size=24, intermediate_size=44, hidden_act="silu", n_layer=3, mla_layers=[1], rms_norm_eps=1e-6, num_attention_heads=4,
+    num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=16, use_lora_layer_norm=False, use_full_kv_head=False, qk_rope_head_dim=8,
+    v_head_dim=6, qk_nope_head_dim=5, qkv_rank_divisor=8, max_position_embeddings=4096, rope_theta=1000.0,
+    rope_scaling={"factor": 32.0, "original_max_position_embeddings": 64, "rope_type": "yarn"}, attention_bias=False, attention_dropout=0.0,
+    rope_type="yarn", d_model=24, ssm_cfg={"expand": 1, "ngroups": 4, "d_state": 6, "repeat_kv_before_conv": False}, d_inner=24, d_xb=12,
+)  # fmt: skip
 """Of hybrid_config.json."""
 ZEBRA_FORMS: dict[str, dict[str, Any]] = {
     "published": {},
@@ -257,10 +207,7 @@ class ZebraModel(InLlamaModel):
         width, rank, heads = b["hidden_size"], b["q_lora_rank"], b["num_attention_heads"]
         query = heads * (b["qk_nope_head_dim"] + b["qk_rope_head_dim"])
         own: Shapes = {"kv_a_proj_with_mqa.weight": (b["kv_lora_rank"] + b["qk_rope_head_dim"], width)}
-        own["kv_b_proj.weight"] = (
-            b["num_key_value_heads"] * (b["qk_nope_head_dim"] + b["v_head_dim"]),
-            b["kv_lora_rank"],
-        )
+        own["kv_b_proj.weight"] = (b["num_key_value_heads"] * (b["qk_nope_head_dim"] + b["v_head_dim"]), b["kv_lora_rank"])  # fmt: skip
         own["out_proj.weight"] = (width, heads * b["v_head_dim"])
         own |= {"q_proj.weight": (query, width)} if rank is None else {}
         own |= {} if rank is None else {"q_a_proj.weight": (rank, width), "q_b_proj.weight": (query, rank)}

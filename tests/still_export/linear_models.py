@@ -1,7 +1,5 @@
 """Random models of every linear family, as transformers has them: dimensions all differ, gates and decays drawn wide."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,44 +22,22 @@ from tests.still_export.rwkv_models import Rwkv6Model, Rwkv7Model
 from tests.still_export.system_models import FluxModel, MohModel, RatModel, VisionModel
 
 OWN: dict[str, type[OwnModel]] = {
-    "mamba3": Mamba3Model,
-    "flux_qwen3": FluxModel,
-    "rat": RatModel,
-    "moh_llama": MohModel,
-    "transnormer": TransNormerModel,
-    "minicpm_sala": SalaModel,
-    "rwkv5": Rwkv6Model,
-    "rwkv6": Rwkv6Model,
-    "rwkv7": Rwkv7Model,
-    "polaformer": VisionModel,
-    "inline": VisionModel,
-    "mirrorla": VisionModel,
-    **ROUTED,
-}
+    "mamba3": Mamba3Model, "flux_qwen3": FluxModel, "rat": RatModel, "moh_llama": MohModel, "transnormer": TransNormerModel,
+    "minicpm_sala": SalaModel, "rwkv5": Rwkv6Model, "rwkv6": Rwkv6Model, "rwkv7": Rwkv7Model, "polaformer": VisionModel,
+    "inline": VisionModel, "mirrorla": VisionModel, **ROUTED,
+}  # fmt: skip
 """By model_type."""
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=24,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+    vocab_size=VOCAB, hidden_size=24, intermediate_size=44, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
 _TAPS = ("conv1d.weight", "conv.conv.weight")
 _ONE_SOFTMAX = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA: dict[str, Any] = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=24,
-    linear_value_head_dim=20,
-    linear_conv_kernel_dim=4,
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=20, linear_conv_kernel_dim=4,
     layer_types=_ONE_SOFTMAX,
-)
+)  # fmt: skip
 _NO_SOFTMAX: dict[str, Any] = dict(num_attention_heads=None, num_key_value_heads=None)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(_DELTA, head_dim=16),
@@ -101,9 +77,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
     "mamba": dict(_NO_SOFTMAX, intermediate_size=None, state_size=10, time_step_rank=5, use_bias=True),
     "falcon_mamba": dict(_NO_SOFTMAX, intermediate_size=None, state_size=10, time_step_rank=5),
-    "jamba": dict(
-        num_experts=1, mamba_d_state=10, mamba_dt_rank=5, attn_layer_period=3, attn_layer_offset=1, mamba_d_conv=3
-    ),
+    "jamba": dict(num_experts=1, mamba_d_state=10, mamba_dt_rank=5, attn_layer_period=3, attn_layer_offset=1, mamba_d_conv=3),
     "kimi_linear": dict(
         num_key_value_heads=6,
         mlp_layer_types=["dense"] * 3,
@@ -116,10 +90,8 @@ SIZES: dict[str, dict[str, Any]] = {
         v_head_dim=10,
     ),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
-    "lfm3": dict(
-        layer_types=["conv", "sliding_attention", "full_attention"], head_dim=8, conv_L_cache=7, sliding_window=37
-    ),
-}
+    "lfm3": dict(layer_types=["conv", "sliding_attention", "full_attention"], head_dim=8, conv_L_cache=7, sliding_window=37),
+}  # fmt: skip
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 SELDOM: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=10),

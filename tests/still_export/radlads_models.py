@@ -1,7 +1,5 @@
 """Random models of RADLADS (RWKV-6 and RWKV-7 in a Qwen) under their published names: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 
@@ -12,24 +10,10 @@ from torch.nn.functional import group_norm, normalize, pad, scaled_dot_product_a
 from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 QWEN: dict[str, Any] = dict(
-    hidden_size=24,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    attention_bias=True,
-    attention_dropout=0.0,
-    hidden_act="silu",
-    initializer_range=0.02,
-    max_position_embeddings=32768,
-    max_window_layers=28,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    rope_theta=1000.0,
-    sliding_window=None,
-    use_cache=True,
-    use_sliding_window=False,
-)
+    hidden_size=24, intermediate_size=44, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, attention_bias=True,
+    attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, max_position_embeddings=32768, max_window_layers=28,
+    rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000.0, sliding_window=None, use_cache=True, use_sliding_window=False,
+)  # fmt: skip
 """Of config.json of published folders; sizes are small."""
 RANKS: dict[str, Any] = dict(lora_rank_decay=5, lora_rank_iclr=7, lora_rank_value_residual_mix=3, lora_rank_gate=6)
 SIX: dict[str, Any] = dict(attention_output_bias=False, lora_rank_tokenshift=4, lora_rank_decay=5)
@@ -55,32 +39,19 @@ THREE: dict[str, Any] = dict(
 SIZES = {"rwkv6qwen2": SIX, "rwkv7qwen2": SEVEN, "rwkv7qwen3": THREE}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "six": ("rwkv6qwen2", {}),
-    "six, all said": (
-        "rwkv6qwen2",
-        dict(use_tokenshift=False, gate_rank_type=2, lora_rank_gate=6, groupnorm_att=True, use_rope=True),
-    ),
+    "six, all said": ("rwkv6qwen2", dict(use_tokenshift=False, gate_rank_type=2, lora_rank_gate=6, groupnorm_att=True, use_rope=True)),
     "six, no gate": ("rwkv6qwen2", dict(gate_rank_type=0, balance_state=False, attention_output_bias=True)),
     "seven": ("rwkv7qwen2", {}),
     "seven, the first": ("rwkv7qwen2", dict.fromkeys(SEVEN.keys() - FIRST_SEVEN.keys())),
     "seven, balanced": ("rwkv7qwen2", dict(balance_state=True, groupnorm_att=False, use_rope=False, gate_rank_type=1)),
     "seven, softmax": ("rwkv7qwen2", dict(num_attention_layers=1, balance_state=True)),
     "three": ("rwkv7qwen3", {}),
-    "three, striped": (
-        "rwkv7qwen3",
-        dict(num_hidden_layers=5, num_attention_layers=4, attention_striping=2, last_striping_layer=2),
-    ),
+    "three, striped": ("rwkv7qwen3", dict(num_hidden_layers=5, num_attention_layers=4, attention_striping=2, last_striping_layer=2)),
     "three, wide heads": (
         "rwkv7qwen3",
-        dict(
-            head_dim=10,
-            num_attention_layers=0,
-            gate_rank_type=0,
-            balance_state=False,
-            use_rope=False,
-            attention_bias=True,
-        ),
+        dict(head_dim=10, num_attention_layers=0, gate_rank_type=0, balance_state=False, use_rope=False, attention_bias=True),
     ),
-}
+}  # fmt: skip
 """By name, model_type and what config.json says otherwise; None: it does not say that."""
 
 

@@ -1,7 +1,5 @@
 """Random models whose tokens read what was chosen, NAtS-L, Landmark attention and Routing Transformer, by their formulas."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -87,11 +85,7 @@ class NatsModel(RoutedModel, FlaLayers):
         seen.conv[layer] = wide[..., wide.shape[-1] - c["conv_size"] + 1 :]
         taps = torch.cat([w[f"{n}_conv1d.weight"] for n in "qkv"])
         keys = heads * c["head_dim"]
-        q, k, v = (
-            silu(conv1d(wide, taps, groups=len(taps)))
-            .transpose(1, 2)
-            .split((keys, keys, flat.shape[-1] - 2 * keys), -1)
-        )
+        q, k, v = silu(conv1d(wide, taps, groups=len(taps))).transpose(1, 2).split((keys, keys, flat.shape[-1] - 2 * keys), -1)  # fmt: skip
         rows = [y.unflatten(-1, (heads, -1)) for y in (q, k, v)]
         rows[:2] = [y / ((y * y).sum(-1, keepdim=True) + 1e-6).sqrt() for y in rows[:2]]
         decay = -w["A_log"].exp() * softplus(x @ w["a_proj.weight"].T + w["dt_bias"])

@@ -1,7 +1,5 @@
 """Small random Qwen3.5 models that see images, as transformers saves them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,12 +26,8 @@ def vision_model(experts: bool = False, seed: int = 0) -> Any:
         out_hidden_size=CHANNELS, num_position_embeddings=36,
     )  # fmt: skip
     config = AutoConfig.for_model(
-        "qwen3_5_moe" if experts else "qwen3_5",
-        text_config=text,
-        vision_config=sight,
-        image_token_id=IMAGE,
-        video_token_id=291,
-    )
+        "qwen3_5_moe" if experts else "qwen3_5", text_config=text, vision_config=sight, image_token_id=IMAGE, video_token_id=291
+    )  # fmt: skip
     model = AutoModelForImageTextToText.from_config(config).eval()
     for part in model.modules():
         if hasattr(part, "config"):

@@ -1,7 +1,5 @@
 """StillAttention: initial parameters, LoLCATs' form, and its op as compilers see it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -96,14 +94,8 @@ def test_the_op_hands_window_factors_on_as_a_tensor(monkeypatch: pytest.MonkeyPa
     """Their values on the host would cost a wait for the device in every layer and step, and no CUDA graph could be captured."""
     factors = (0.5, 1.0, 2.0, 0.25)
     config = HybridAttentionConfig(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=12,
-        chunk_size=8,
-        salient_per_chunk=2,
-        window_factor=factors,
-        capacity_tokens=64,
-    )
+        num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, window_factor=factors, capacity_tokens=64
+    )  # fmt: skip
     state = HybridAttentionState.empty(config, 1)
     shapes = [(1, 30, heads, 12) for heads in (4, 2, 2, 4)] + [(4, 12, 12)] * 2
     tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]

@@ -1,7 +1,5 @@
 """Softmax layers that read chosen blocks, without training: against softmax, against the formulas, in pieces, as a package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -82,14 +80,11 @@ def test_a_model_is_stored_exported_and_proven(tmp_path: Path, capsys: pytest.Ca
     assert call("verify", tmp_path / "package", *given) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"block_size": 9}, "block_size=9 must be a multiple of mean_stride=2"),
-        ({"top_blocks": 3}, r"top_blocks=3 must be at least init_blocks=1 \+ local_blocks=2 \+ 1"),
-        ({"dense_length": 15}, "dense_length=15 must be at least lse_length=16"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"block_size": 9}, "block_size=9 must be a multiple of mean_stride=2"),
+    ({"top_blocks": 3}, r"top_blocks=3 must be at least init_blocks=1 \+ local_blocks=2 \+ 1"),
+    ({"dense_length": 15}, "dense_length=15 must be at least lse_length=16"),
+])  # fmt: skip
 def test_choices_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         selected(**changes)

@@ -1,7 +1,5 @@
 """HyLRA: layers that read the blocks of an earlier layer, against the formula, in pieces, as a package; the measurement; refusals."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -136,16 +134,13 @@ def test_one_choice_feeds_several_layers_of_a_package(
     assert call("verify", package, *given) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "reuse, message",
-    [
-        ((0, 1, 3, 3, 4, 4, 0), r"reuse\[2\]=3: layer 2 can read the blocks of layers 0..2"),
-        ((0, 1, 1, 0, 4, 4, 0), r"reuse\[2\]=1: layer 1 is full_attention, which has no blocks"),
-        ((0, 0, 0, 0, 4, 4, 0), r"reuse\[1\]=0: layer 1 is full_attention"),
-        ((0, 1, 0, 2, 4, 4, 0), r"reuse\[3\]=2: layer 2 reads the blocks of layer 0; give 0"),
-        ((0, 1, 0), r"reuse has 3 entries for 7 layers: it was made for another model"),
-    ],
-)
+@pytest.mark.parametrize("reuse, message", [
+    ((0, 1, 3, 3, 4, 4, 0), r"reuse\[2\]=3: layer 2 can read the blocks of layers 0..2"),
+    ((0, 1, 1, 0, 4, 4, 0), r"reuse\[2\]=1: layer 1 is full_attention, which has no blocks"),
+    ((0, 0, 0, 0, 4, 4, 0), r"reuse\[1\]=0: layer 1 is full_attention"),
+    ((0, 1, 0, 2, 4, 4, 0), r"reuse\[3\]=2: layer 2 reads the blocks of layer 0; give 0"),
+    ((0, 1, 0), r"reuse has 3 entries for 7 layers: it was made for another model"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(reuse: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         reusing(reuse=reuse)

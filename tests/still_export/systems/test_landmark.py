@@ -1,7 +1,5 @@
 """Tokens of the model's own, which the runner puts between those that it is given: landmarks behind every 12th."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -111,14 +109,11 @@ def test_a_kept_state_goes_on(folders: dict[str, Path]) -> None:
     assert again == likeliest(folders["model"], [*prompt, *said, *more, *found, 7], 3)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--to", "genai"), "--to genai: this llama_with_landmark model wants a token of its own behind every 12"),
-        (("--to", "web"), "--to web: this llama_with_landmark model wants a token of its own"),
-        (("--speculate", "3"), "--speculate: this llama_with_landmark model wants a token of its own"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (("--to", "genai"), "--to genai: this llama_with_landmark model wants a token of its own behind every 12"),
+    (("--to", "web"), "--to web: this llama_with_landmark model wants a token of its own"),
+    (("--speculate", "3"), "--speculate: this llama_with_landmark model wants a token of its own"),
+])  # fmt: skip
 def test_who_puts_none_there_refuses(
     folders: dict[str, Path],
     arguments: tuple[str, ...],

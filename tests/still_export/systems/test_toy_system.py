@@ -1,7 +1,5 @@
 """A package that names itself in the entry-point group is a system: found, read, exported, verified, by its folder alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -46,14 +44,11 @@ def test_an_entry_point_is_found(anew: Path) -> None:
     assert not {"running_mean"} & set(Registry((), "recipe", "LINEARIZERS"))  # it has no such module
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        ("import a_library_that_is_not_here", "broken does not load: No module named 'a_library_that_is_not_here'"),
-        ("", "broken does not load: .*MIXERS"),
-        ("from tests.toy_system.mixer import MIXERS as own\nMIXERS = own * 2", "adds 'running_mean', which exists"),
-    ],
-)
+@pytest.mark.parametrize("source, message", [
+    ("import a_library_that_is_not_here", "broken does not load: No module named 'a_library_that_is_not_here'"),
+    ("", "broken does not load: .*MIXERS"),
+    ("from tests.toy_system.mixer import MIXERS as own\nMIXERS = own * 2", "adds 'running_mean', which exists"),
+])  # fmt: skip
 def test_a_broken_system_is_named(anew: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(anew, package := f"toy_{anew.name}_broken")
     (anew / package).mkdir()
