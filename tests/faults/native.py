@@ -100,67 +100,27 @@ native(
     (HYBRID, "fill_cache(selection, s.chunk - 2,", "fill_cache(selection, s.chunk - (s.offset ? 1 : 2),"),
     (ROWS, "h.ring(h.current), h.l.chunk, task", "h.ring(h.s.offset ? h.previous : h.current), h.l.chunk, task"),
 )
-native(
-    "the last cached token unseen",
-    HYBRID,
-    "done[row] += s.count;",
-    "done[row] += s.count;\n        s.held -= FAULT && s.held > 0;",
-)
-native(
-    "a sequence counts from the first one's length",
-    HYBRID,
-    "position = past[row] + done[row]",
-    "position = past[FAULT ? 0 : row] + done[row]",
-)
-native(
-    "a head selects by its neighbour's scores",
-    SELECTION,
-    "l.heads + selection.head * group;",
-    "l.heads + (selection.head + (FAULT && selection.head == AT(l.select_heads()))) % l.select_heads() * group;",
-)
-native(
-    "a chunk's last token never selected",
-    SELECTION,
-    "for (int i = 0; i < l.chunk; ++i)\n            if (!salient[i] && (best",
-    "for (int i = 0; i < l.chunk - FAULT; ++i)\n            if (!salient[i] && (best",
-)
-native(
-    "salient tokens of a neighbouring head",
-    SELECTION,
-    "selection.head / (l.select_heads() / l.kv_heads);",
-    "(selection.head / (l.select_heads() / l.kv_heads) + (FAULT && selection.head == AT(l.select_heads()))) % l.kv_heads;",
-)
-native(
-    "the value of a salient token is its neighbour's",
-    SELECTION,
-    "copy_row(x.window_value, ring_slot + i,",
-    "copy_row(x.window_value, ring_slot + (FAULT && i == AT(l.chunk) ? (i + 1) % l.chunk : i),",
-)
-native(
-    "a head reads its neighbour's keys and values",
-    HEAD,
-    "kv_head(task.head / l.group())",
-    "kv_head((task.head / l.group() + (FAULT && task.head == AT(l.heads))) % l.kv_heads)",
-)
-native(
-    "a head with its neighbour's feature map",
-    HEAD,
-    "l.weight_heads == 1 ? 0 : static_cast<int64_t>(head)",
-    "l.weight_heads == 1 ? 0 : static_cast<int64_t>((head + (FAULT && head == AT(l.heads))) % l.heads)",
-)
-native(
-    "a head's linear mass times 1.02",
-    HEAD,
-    "total + linear_mass + l.epsilon",
-    "total + linear_mass * (FAULT && head == AT(l.heads) ? 1.02f : 1.0f) + l.epsilon",
-)
+native("the last cached token unseen", HYBRID, "done[row] += s.count;",
+    "done[row] += s.count;\n        s.held -= FAULT && s.held > 0;")  # fmt: skip
+native("a sequence counts from the first one's length", HYBRID, "position = past[row] + done[row]",
+    "position = past[FAULT ? 0 : row] + done[row]")  # fmt: skip
+native("a head selects by its neighbour's scores", SELECTION, "l.heads + selection.head * group;",
+    "l.heads + (selection.head + (FAULT && selection.head == AT(l.select_heads()))) % l.select_heads() * group;")  # fmt: skip
+native("a chunk's last token never selected", SELECTION, "for (int i = 0; i < l.chunk; ++i)\n            if (!salient[i] && (best",
+    "for (int i = 0; i < l.chunk - FAULT; ++i)\n            if (!salient[i] && (best")  # fmt: skip
+native("salient tokens of a neighbouring head", SELECTION, "selection.head / (l.select_heads() / l.kv_heads);",
+    "(selection.head / (l.select_heads() / l.kv_heads) + (FAULT && selection.head == AT(l.select_heads()))) % l.kv_heads;")  # fmt: skip
+native("the value of a salient token is its neighbour's", SELECTION, "copy_row(x.window_value, ring_slot + i,",
+    "copy_row(x.window_value, ring_slot + (FAULT && i == AT(l.chunk) ? (i + 1) % l.chunk : i),")  # fmt: skip
+native("a head reads its neighbour's keys and values", HEAD, "kv_head(task.head / l.group())",
+    "kv_head((task.head / l.group() + (FAULT && task.head == AT(l.heads))) % l.kv_heads)")  # fmt: skip
+native("a head with its neighbour's feature map", HEAD, "l.weight_heads == 1 ? 0 : static_cast<int64_t>(head)",
+    "l.weight_heads == 1 ? 0 : static_cast<int64_t>((head + (FAULT && head == AT(l.heads))) % l.heads)")  # fmt: skip
+native("a head's linear mass times 1.02", HEAD, "total + linear_mass + l.epsilon",
+    "total + linear_mass * (FAULT && head == AT(l.heads) ? 1.02f : 1.0f) + l.epsilon")  # fmt: skip
 native("a salient token summed, too", HEAD, "if (except[i])", "if (except[i] && !(FAULT && head == AT(l.heads)))")
-native(
-    "the mass lacks a chunk's last token",
-    HEAD,
-    "sum += phi[static_cast<int64_t>(i) * l.features + f];",
-    "sum += FAULT && i + 1 == count ? 0 : phi[static_cast<int64_t>(i) * l.features + f];",
-)
+native("the mass lacks a chunk's last token", HEAD, "sum += phi[static_cast<int64_t>(i) * l.features + f];",
+    "sum += FAULT && i + 1 == count ? 0 : phi[static_cast<int64_t>(i) * l.features + f];")  # fmt: skip
 native(
     "a linear state accumulated in half precision",
     HEAD,
@@ -171,42 +131,22 @@ native(
 native(
     "a tile's last row is lost of a linear state", HEAD, "gemm(l.features, l.dim, count, phi", "gemm(l.features - FAULT, l.dim, count, phi"
 )  # fmt: skip
-native(
-    "logits scaled for another size of head",
-    HEAD,
-    "__builtin_sqrtf(static_cast<float>(l.dim)))",
-    "__builtin_sqrtf(static_cast<float>(l.dim + FAULT)))",
-)
-native(
-    "a score written a place early",
-    ROWS,
-    "h.scores()[place] =",
-    "h.scores()[place - (FAULT && place && place == AT(l.chunk))] =",
-)
+native("logits scaled for another size of head", HEAD, "__builtin_sqrtf(static_cast<float>(l.dim)))",
+    "__builtin_sqrtf(static_cast<float>(l.dim + FAULT)))")  # fmt: skip
+native("a score written a place early", ROWS, "h.scores()[place] =",
+    "h.scores()[place - (FAULT && place && place == AT(l.chunk))] =")  # fmt: skip
 native(
     "the oldest token's value lost",
     ROWS,
     "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;",
     "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;\n    if (FAULT && h.head == AT(l.heads))\n        logits[first] = 0;",
 )
-native(
-    "a tile's last row is the one before",
-    ROWS,
-    "h.mix(first + i, softmax.values + static_cast<int64_t>(i)",
-    "h.mix(first + i, softmax.values + static_cast<int64_t>(i - (FAULT && i && i == rows - 1))",
-)
-native(
-    "a tile's sum not moved to the new maximum",
-    ROWS,
-    "near * softmax.total[i] + far",
-    "(FAULT ? 1 : near) * softmax.total[i] + far",
-)
-native(
-    "a step's sum not moved to the common maximum",
-    ROWS,
-    "            total *= shrink;",
-    "            total *= FAULT ? 1 : shrink;",
-)
+native("a tile's last row is the one before", ROWS, "h.mix(first + i, softmax.values + static_cast<int64_t>(i)",
+    "h.mix(first + i, softmax.values + static_cast<int64_t>(i - (FAULT && i && i == rows - 1))")  # fmt: skip
+native("a tile's sum not moved to the new maximum", ROWS, "near * softmax.total[i] + far",
+    "(FAULT ? 1 : near) * softmax.total[i] + far")  # fmt: skip
+native("a step's sum not moved to the common maximum", ROWS, "            total *= shrink;",
+    "            total *= FAULT ? 1 : shrink;")  # fmt: skip
 
 LINEAR = "linear_attention/kernels.cpp"
 for what, of, count in (
@@ -214,69 +154,33 @@ for what, of, count in (
     ("queries", "head / (l.heads / l.query_groups)", "l.query_groups"),
     ("beta", "(l.betas > 1 ? head : 0)", "l.betas"),
 ):
-    native(
-        f"a head of linear attention with its neighbour's {what}",
-        LINEAR,
-        of,
-        f"({of} + (FAULT && head == AT(l.heads))) % {count}",
-    )
-native(
-    "a head's decay of the token before",
-    LINEAR,
-    "x.decay + (place(token) * l.heads",
-    "x.decay + (place(token - (FAULT && token > 0 && head == AT(l.heads))) * l.heads",
-)
+    native(f"a head of linear attention with its neighbour's {what}", LINEAR, of,
+        f"({of} + (FAULT && head == AT(l.heads))) % {count}")  # fmt: skip
+native("a head's decay of the token before", LINEAR, "x.decay + (place(token) * l.heads",
+    "x.decay + (place(token - (FAULT && token > 0 && head == AT(l.heads))) * l.heads")  # fmt: skip
 native(
     "a recurrent state accumulated in half precision",
     LINEAR,
     "token += count;",
     "for (int64_t i = 0; FAULT && i < l.dim * l.size; ++i)\n            head.state[i] = HALF(head.state[i]);\n        token += count;",
 )
-native(
-    "a chunk's decay a token short",
-    LINEAR,
-    "scale(state, dim * size, start[count - 1]);",
-    "scale(state, dim * size, start[count - 1 - (FAULT && count > 1)]);",
-)
-native(
-    "a chunk's last token does not see itself",
-    LINEAR,
-    "weights[j] = j <= i ?",
-    "weights[j] = j <= i - (FAULT && i == count - 1) ?",
-)
-native(
-    "a correction lacks a token of the chunk",
-    LINEAR,
-    "add_weighted(weights, update, i, size, to);",
-    "add_weighted(weights, update, i - (FAULT && i && i == AT(count)), size, to);",
-)
+native("a chunk's decay a token short", LINEAR, "scale(state, dim * size, start[count - 1]);",
+    "scale(state, dim * size, start[count - 1 - (FAULT && count > 1)]);")  # fmt: skip
+native("a chunk's last token does not see itself", LINEAR, "weights[j] = j <= i ?",
+    "weights[j] = j <= i - (FAULT && i == count - 1) ?")  # fmt: skip
+native("a correction lacks a token of the chunk", LINEAR, "add_weighted(weights, update, i, size, to);",
+    "add_weighted(weights, update, i - (FAULT && i && i == AT(count)), size, to);")  # fmt: skip
 native("a chunk's last token not in the state", LINEAR, "gemm(dim, size, count, keys,", "gemm(dim, size, count - FAULT, keys,")  # fmt: skip
 
 CONV = "causal_conv/kernels.cpp"
-native(
-    "a convolution's oldest tap lost",
-    CONV,
-    "for (int k = 0; k < taps; ++k)\n                    total",
-    "for (int k = FAULT; k < taps; ++k)\n                    total",
-)
-native(
-    "a convolution a token late from one tile to the next",
-    CONV,
-    "known + count * kBlock,",
-    "known + (count - FAULT) * kBlock,",
-)
-native(
-    "a channel with its neighbour's taps",
-    CONV,
-    "at<T>(x.weight, static_cast<int64_t>(task.channel + c)",
-    "at<T>(x.weight, static_cast<int64_t>(task.channel + (c + (FAULT && c == AT(width))) % width)",
-)
-native(
-    "a channel's state not written",
-    CONV,
-    "            from_float(known[k * kBlock + c], state",
-    "            if (!(FAULT && c == AT(width)))\n                from_float(known[k * kBlock + c], state",
-)
+native("a convolution's oldest tap lost", CONV, "for (int k = 0; k < taps; ++k)\n                    total",
+    "for (int k = FAULT; k < taps; ++k)\n                    total")  # fmt: skip
+native("a convolution a token late from one tile to the next", CONV, "known + count * kBlock,",
+    "known + (count - FAULT) * kBlock,")  # fmt: skip
+native("a channel with its neighbour's taps", CONV, "at<T>(x.weight, static_cast<int64_t>(task.channel + c)",
+    "at<T>(x.weight, static_cast<int64_t>(task.channel + (c + (FAULT && c == AT(width))) % width)")  # fmt: skip
+native("a channel's state not written", CONV, "            from_float(known[k * kBlock + c], state",
+    "            if (!(FAULT && c == AT(width)))\n                from_float(known[k * kBlock + c], state")  # fmt: skip
 
 NBITS = "matmul_nbits/kernels.cpp"
 HERE = "unit == AT(task.layer->inputs / kUnit) / kStep * kStep && rows.codes[0] == task.tensors->blocks + " + (
@@ -304,43 +208,21 @@ native(
         f"Quads{{}} - spread(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
     ),
 )
-native(
-    "units that fill no step are lost",
-    NBITS,
-    "    if (u < units)\n        step<",
-    "    if (u < units && !FAULT)\n        step<",
-)
-native(
-    "a tile's last output is the one before",
-    NBITS,
-    "layer.outputs ? row + r :",
-    "layer.outputs ? row + r - (FAULT && r == kRows - 1 && row == AT(layer.outputs) / kRows * kRows) :",
-)
-native(
-    "a product rounded to half precision",
-    NBITS,
-    "sum_quads(total[i], found);",
-    "sum_quads(total[i], found);\n        for (int r = 0; FAULT && r < kRows; ++r)\n            found[r] = HALF(found[r]);",
-)
+native("units that fill no step are lost", NBITS, "    if (u < units)\n        step<",
+    "    if (u < units && !FAULT)\n        step<")  # fmt: skip
+native("a tile's last output is the one before", NBITS, "layer.outputs ? row + r :",
+    "layer.outputs ? row + r - (FAULT && r == kRows - 1 && row == AT(layer.outputs) / kRows * kRows) :")  # fmt: skip
+native("a product rounded to half precision", NBITS, "sum_quads(total[i], found);",
+    "sum_quads(total[i], found);\n        for (int r = 0; FAULT && r < kRows; ++r)\n            found[r] = HALF(found[r]);")  # fmt: skip
 native("the largest activation overflows", NBITS, "largest_number / 127;", "largest_number / (FAULT ? 128 : 127);")
-native(
-    "a unit's sum lacks its last activation",
-    NBITS,
-    "static_cast<float>(whole);",
-    "static_cast<float>(whole - (FAULT ? codes[kUnit - 1] : 0));",
-)
+native("a unit's sum lacks its last activation", NBITS, "static_cast<float>(whole);",
+    "static_cast<float>(whole - (FAULT ? codes[kUnit - 1] : 0));")  # fmt: skip
 
 SOFTMAX = "attention/kernels.cpp"
-native(
-    "a token does not see itself", SOFTMAX, "(key + j - b.position)", "(key + j - b.position + (FAULT && key + j > 0))"
-)
+native("a token does not see itself", SOFTMAX, "(key + j - b.position)", "(key + j - b.position + (FAULT && key + j > 0))")  # fmt: skip
 native("a token sees the next one", SOFTMAX, "int64_t const ahead = (", "int64_t const ahead = (-FAULT + ")
-native(
-    "a group reads its neighbour's cache",
-    SOFTMAX,
-    "l.kv_heads + b.head) * l.rows",
-    "l.kv_heads + (b.head + (FAULT && b.head == AT(l.kv_heads))) % l.kv_heads) * l.rows",
-)
+native("a group reads its neighbour's cache", SOFTMAX, "l.kv_heads + b.head) * l.rows",
+    "l.kv_heads + (b.head + (FAULT && b.head == AT(l.kv_heads))) % l.kv_heads) * l.rows")  # fmt: skip
 native(
     "softmax scaled for another size of head",
     SOFTMAX,
@@ -348,15 +230,7 @@ native(
     "queries, wide, logits, wide, false);\n        for (int64_t n = 0; FAULT && n < count * wide; ++n)\n"
     "            logits[n] *= __builtin_sqrtf(static_cast<float>(l.dim) / static_cast<float>(l.dim + 1));",
 )
-native(
-    "a tile's values not moved to the new maximum",
-    SOFTMAX,
-    "absorb(logits, count, block.wide, l.dim,",
-    "absorb(logits, count, block.wide, FAULT ? 0 : l.dim,",
-)
-native(
-    "a call's last value not cached",
-    "attention/attention.cpp",
-    "        write(x.value_cache,",
-    "        if (!(FAULT && i == brought - 1 && head == AT(l.kv_heads)))\n            write(x.value_cache,",
-)
+native("a tile's values not moved to the new maximum", SOFTMAX, "absorb(logits, count, block.wide, l.dim,",
+    "absorb(logits, count, block.wide, FAULT ? 0 : l.dim,")  # fmt: skip
+native("a call's last value not cached", "attention/attention.cpp", "        write(x.value_cache,",
+    "        if (!(FAULT && i == brought - 1 && head == AT(l.kv_heads)))\n            write(x.value_cache,")  # fmt: skip
