@@ -227,26 +227,13 @@ def attack(folder: Path, model: Path, seed: int, first: int, count: int, log: Pa
             unnamed += 1
             print(f"{number}: does not name the file: {what}, {arguments[0]}: {ended.said[:300]}", flush=True)
         if lines:
-            lines.write(
-                json.dumps(
-                    [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[:300]]
-                )
-                + "\n"
-            )
+            row = [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[:300]]
+            lines.write(json.dumps(row) + "\n")
             lines.flush()
         if ended.kind not in ("refused", "answered"):
             print(f"{number}: {ended.kind} ({ended.code}): {what}, {' '.join(arguments[:1])}: {ended.said[-200:]}", flush=True)  # fmt: skip
     shutil.rmtree(folder / "case", ignore_errors=True)
-    print(
-        json.dumps(
-            {
-                "seed": seed,
-                "first": first,
-                "count": count,
-                **dict(found.most_common()),
-                "without the file's name": unnamed,
-            }
-        )
-    )
+    unnamed_ones = {"without the file's name": unnamed}
+    print(json.dumps({"seed": seed, "first": first, "count": count, **dict(found.most_common()), **unnamed_ones}))
     print(json.dumps({"verbs": dict(verbs.most_common())}))
     return found

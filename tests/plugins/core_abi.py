@@ -96,13 +96,9 @@ class CoreOp:
 
     def launch(self, inputs: list[int], outputs: list[int], workspace: int, stream: int) -> None:
         self.core.call(
-            "still_op_launch",
-            self.handle,
-            (ctypes.c_void_p * len(inputs))(*inputs),
-            (ctypes.c_void_p * len(outputs))(*outputs),
-            ctypes.c_void_p(workspace),
-            ctypes.c_void_p(stream),
-        )
+            "still_op_launch", self.handle, (ctypes.c_void_p * len(inputs))(*inputs), (ctypes.c_void_p * len(outputs))(*outputs),
+            ctypes.c_void_p(workspace), ctypes.c_void_p(stream),
+        )  # fmt: skip
 
 
 class Recorder:

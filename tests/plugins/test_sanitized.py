@@ -37,11 +37,8 @@ def test_kernels_under_the_sanitizers() -> None:
     }
     tests = [f"tests/plugins/test_{name}.py" for name in ("onnxruntime", "attention", "linear_attention")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-s", "-x", "-p", "no:cacheprovider", *tests],
-        cwd=builds.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-m", "pytest", "-s", "-x", "-p", "no:cacheprovider", *tests], cwd=builds.ROOT, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert " passed" in done.stdout

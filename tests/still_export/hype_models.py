@@ -45,35 +45,13 @@ class HypeModel(OwnModel):
     """HypeNet; six heads, so that the slopes are those of no power of two."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        architectures=["HypeNetForCausalLM"],
-        attention_bias=False,
-        attention_dropout=0.0,
-        attn_logits_scaling=None,
-        attn_use_rope=False,
-        attn_use_output_gate=True,
-        expand_kv_proj=True,
-        head_dim=10,
-        hidden_act="silu",
-        initializer_range=0.02,
-        lightning_use_rope=True,
-        lightning_rope_scaling=None,
-        lightning_nh=6,
-        lightning_nkv=6,
-        lightning_head_dim=10,
-        lightning_scale="1/sqrt(d)",
-        lightning_use_qk_norm=True,
-        lightning_use_output_norm=True,
-        lightning_use_output_gate=True,
-        lightning_use_short_conv=False,
-        max_position_embeddings=1048576,
-        mixer_types=["lightning-attn", "attn", "lightning_attn"],
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-6,
-        rope_scaling=None,
-        rope_theta=1000.0,
-    )
+        **LLAMA, architectures=["HypeNetForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logits_scaling=None,
+        attn_use_rope=False, attn_use_output_gate=True, expand_kv_proj=True, head_dim=10, hidden_act="silu", initializer_range=0.02,
+        lightning_use_rope=True, lightning_rope_scaling=None, lightning_nh=6, lightning_nkv=6, lightning_head_dim=10,
+        lightning_scale="1/sqrt(d)", lightning_use_qk_norm=True, lightning_use_output_norm=True, lightning_use_output_gate=True,
+        lightning_use_short_conv=False, max_position_embeddings=1048576, mixer_types=["lightning-attn", "attn", "lightning_attn"],
+        num_attention_heads=6, num_key_value_heads=2, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000.0,
+    )  # fmt: skip
 
     def heads(self, i: int) -> tuple[int, int]:
         """Of queries and of keys."""

@@ -19,23 +19,12 @@ RANKS: dict[str, Any] = dict(lora_rank_decay=5, lora_rank_iclr=7, lora_rank_valu
 SIX: dict[str, Any] = dict(attention_output_bias=False, lora_rank_tokenshift=4, lora_rank_decay=5)
 FIRST_SEVEN: dict[str, Any] = dict(RANKS, attention_output_bias=False)
 SEVEN: dict[str, Any] = dict(
-    FIRST_SEVEN,
-    use_rope=True,
-    num_attention_layers=0,
-    gate_rank_type=2,
-    balance_state=False,
-    groupnorm_att=True,
-)
+    FIRST_SEVEN, use_rope=True, num_attention_layers=0, gate_rank_type=2, balance_state=False, groupnorm_att=True,
+)  # fmt: skip
 THREE: dict[str, Any] = dict(
-    RANKS,
-    attention_bias=False,
-    use_rope=True,
-    num_attention_layers=1,
-    gate_rank_type=2,
-    balance_state=True,
-    groupnorm_att=False,
+    RANKS, attention_bias=False, use_rope=True, num_attention_layers=1, gate_rank_type=2, balance_state=True, groupnorm_att=False,
     use_tokenshift=False,
-)
+)  # fmt: skip
 SIZES = {"rwkv6qwen2": SIX, "rwkv7qwen2": SEVEN, "rwkv7qwen3": THREE}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "six": ("rwkv6qwen2", {}),

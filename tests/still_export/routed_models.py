@@ -37,29 +37,11 @@ class NatsModel(RoutedModel, FlaLayers):
     """NAtS-L beside a layer that is a plain gated delta rule."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        num_heads=2,
-        num_attn_heads=4,
-        num_v_heads=None,
-        num_nats_head=None,
-        head_dim=10,
-        expand_v=1.6,
-        conv_size=4,
-        n_ops=2,
-        nats_block_size=64,
-        ops_for_incomplete_chunks="all",
-        attn_qk_norm=True,
-        attn_with_short_conv=True,
-        attn_apply_pos_encoding=False,
-        decay_for_non_gdn_blocks=True,
-        allow_neg_eigval=False,
-        use_gate=True,
-        use_short_conv=True,
-        gdn_layers=[1],
-        hidden_act="swish",
-        norm_eps=1e-6,
-        bos_token_id=1,
-    )
+        **LLAMA, num_heads=2, num_attn_heads=4, num_v_heads=None, num_nats_head=None, head_dim=10, expand_v=1.6, conv_size=4, n_ops=2,
+        nats_block_size=64, ops_for_incomplete_chunks="all", attn_qk_norm=True, attn_with_short_conv=True, attn_apply_pos_encoding=False,
+        decay_for_non_gdn_blocks=True, allow_neg_eigval=False, use_gate=True, use_short_conv=True, gdn_layers=[1], hidden_act="swish",
+        norm_eps=1e-6, bos_token_id=1,
+    )  # fmt: skip
 
     def mixer_shapes(self, i: int) -> Shapes:
         c, width = self.config, self.config["hidden_size"]
@@ -152,13 +134,9 @@ class LlamaLike(RoutedModel):
     """Llama's layers around another attention."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters=dict(rope_type="default", rope_theta=1000.0),
-        rms_norm_eps=1e-6,
-        max_position_embeddings=512,
-    )
+        **LLAMA, num_attention_heads=4, num_key_value_heads=2, rope_parameters=dict(rope_type="default", rope_theta=1000.0),
+        rms_norm_eps=1e-6, max_position_embeddings=512,
+    )  # fmt: skip
     place: ClassVar[str]
 
     def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:

@@ -14,19 +14,9 @@ class Rwkv7Model(OwnModel):
     """RWKV-7, the state as the paper has it: rows are values."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        head_dim=8,
-        decay_low_rank_dim=5,
-        gate_low_rank_dim=6,
-        a_low_rank_dim=7,
-        v_low_rank_dim=3,
-        hidden_act="sqrelu",
-        norm_first=True,
-        norm_bias=True,
-        norm_eps=1e-5,
-        fuse_norm=False,
-        value_dim=[24] * 3,
-    )
+        **LLAMA, head_dim=8, decay_low_rank_dim=5, gate_low_rank_dim=6, a_low_rank_dim=7, v_low_rank_dim=3, hidden_act="sqrelu",
+        norm_first=True, norm_bias=True, norm_eps=1e-5, fuse_norm=False, value_dim=[24] * 3,
+    )  # fmt: skip
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
@@ -111,16 +101,9 @@ class Rwkv6Model(OwnModel):
 
     names = ("rwkv.embeddings", "head", "rwkv.ln_out", "rwkv.blocks")
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        attention_hidden_size=24,
-        head_size=8,
-        head_size_divisor=8,
-        layer_norm_epsilon=1e-5,
-        rescale_every=6,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+        **LLAMA, attention_hidden_size=24, head_size=8, head_size_divisor=8, layer_norm_epsilon=1e-5, rescale_every=6,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     ranks: ClassVar[dict[str, int]] = {"time_mix_rank": 5, "time_decay_rank": 7}
     """Of RWKV-6."""
 

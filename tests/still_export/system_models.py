@@ -233,22 +233,10 @@ class FluxModel(OwnModel):
     """Qwen3 with Flux Attention: layers are narrow and full in turn, by their routers' biases, whatever a call's first queries are."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_parameters=dict(rope_type="default", rope_theta=1000.0),
-        rms_norm_eps=1e-6,
-        max_position_embeddings=512,
-        toggle_type="streaming",
-        retrieval_mode="full",
-        pooling_mode="ctx_q",
-        use_softmax=True,
-        enable_ada_sparsity=True,
-        sink_size=0,
-        local_window_size=100,
-        pool_size=5,
-    )
+        **LLAMA, num_attention_heads=6, num_key_value_heads=2, head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1000.0),
+        rms_norm_eps=1e-6, max_position_embeddings=512, toggle_type="streaming", retrieval_mode="full", pooling_mode="ctx_q",
+        use_softmax=True, enable_ada_sparsity=True, sink_size=0, local_window_size=100, pool_size=5,
+    )  # fmt: skip
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
         super().__init__(family, draw, **changes)

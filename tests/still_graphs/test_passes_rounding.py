@@ -51,13 +51,9 @@ def model_of(value: str = "value", shape: list[str | int] = SHAPE, **change: str
     given += [helper.make_tensor_value_info(name, TensorProto.INT64, ["b"]) for name in ("counts", "lengths")]
     weights = {"steps": np.float32(127), "others": np.float32(7), "least": np.float32(1e-30), "axes": np.array([-1])}
     graph = helper.make_graph(
-        nodes,
-        "g",
-        given,
-        [info["y"]],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items()],
+        nodes, "g", given, [info["y"]], [numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items()],
         value_info=[info["key.rounded"], info["value.rounded"]],
-    )
+    )  # fmt: skip
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 

@@ -20,11 +20,8 @@ def test_turns_alternate_and_those_that_warm_up_do_not_count() -> None:
     order: list[str] = []
     ticks = count()
     times = time_in_turns(
-        {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), next(ticks))},
-        2,
-        1,
-        lambda: float(next(ticks)),
-    )
+        {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), next(ticks))}, 2, 1, lambda: float(next(ticks)),
+    )  # fmt: skip
     assert order == ["a", "b"] * 3
     assert times["a"].seconds == (1.0, 1.0) and times["b"].seconds == (2.0, 2.0)
     assert len(time_calls(lambda: None, 5, 0).seconds) == 5

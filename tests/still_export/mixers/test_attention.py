@@ -55,16 +55,9 @@ def test_lolcats_form(local: str) -> None:
     factors = [[0.1 + 0.1 * h for h in range(6)]] * 3
     window = 5 if local == "sliding" else None
     model = still_model(
-        "llama",
-        salient_per_chunk=0,
-        feature_map="softmax_pm",
-        feature_dim=7,
-        gate="none",
-        mix_epsilon=1e-12,
-        local=local,
-        window_size=window,
-        window_factors=factors,
-    )
+        "llama", salient_per_chunk=0, feature_map="softmax_pm", feature_dim=7, gate="none", mix_epsilon=1e-12, local=local,
+        window_size=window, window_factors=factors,
+    )  # fmt: skip
     attention: StillAttention = model.model.layers[0].self_attn
     hidden = torch.randn(1, 37, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     position = torch.arange(37)
