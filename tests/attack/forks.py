@@ -44,7 +44,6 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last line that is a message."""
         lines = [line for line in self.stderr.splitlines() if line.strip() and not _is_noise(line)]
         return lines[-1] if lines else ""
 
@@ -64,7 +63,6 @@ def _is_noise(line: str) -> bool:
 
 
 def preload() -> None:
-    """Import what the verbs import."""
     # Exports in this process ask torch for a GPU. A driver that was started before a fork kills who asks it again behind the fork; this
     # question does not start it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -50,7 +50,6 @@ def shared_library(folder: Path, name: str) -> Path:
 
 
 def compiled(command: list[object]) -> None:
-    """Run a compiler."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -153,7 +153,6 @@ class Broken:
         return layer_inputs(folder / "model.onnx", self.package.manifest["model"]["layers"]) if half else []
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
-        """Verify a runner."""
         verifier = Verifier(self.package, self.drawn, Subject(self.package), replays=0)
         session = Session(model, len(self.hidden(self.package.path)))
         answers = verifier.ask(session, self.drawn.calls)
@@ -165,7 +164,6 @@ class Broken:
         return verifier.judge(judged, bounds, answers, "", sharp), pairs
 
     def clean(self) -> Report:
-        """Verify it without a fault."""
         report, settled = self.judge(self.open())
         self.right = {case.name: [actual for _, actual in pairs] for case, pairs in settled}
         return report
@@ -240,7 +238,6 @@ class Broken:
 
 
 def outcomes(subject: Broken, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
-    """Every fault with every seed."""
     for fault in faults or FAULTS:
         if fault.where in PLACES[subject.runtime]:
             for seed in seeds:

@@ -38,7 +38,6 @@ def fault(where: str, name: str) -> Callable[[Plant], Plant]:
 
 
 def one(random: Random, found: Any) -> Any:
-    """Any of them, None where there is none."""
     found = list(found)
     return found[int(random.integers(len(found)))] if found else None
 

@@ -36,7 +36,6 @@ def without_kernels(package: Path, provider: str) -> OrtModel:
 
 
 def tokens_of(model: OrtModel, count: int, seed: int = 0) -> np.ndarray:
-    """Random ones, [1, count]."""
     return np.random.default_rng(seed).integers(3, model.manifest["model"]["vocab_size"], (1, count))
 
 

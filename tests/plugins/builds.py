@@ -25,7 +25,6 @@ FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if 
 
 
 def demand_tools() -> None:
-    """Skip the test where there is no compiler."""
     if not shutil.which("cmake") or not shutil.which("g++"):
         pytest.skip("needs cmake and g++")
 

@@ -134,7 +134,6 @@ class Recorder:
 
 
 def compile_recorder(folder: Path) -> Path:
-    """Compile recording_driver.cpp into `folder`."""
     target = folder / "librecording_driver.so"
     source = Path(__file__).with_name("recording_driver.cpp")
     subprocess.run(["g++", "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-o", target, source], check=True)

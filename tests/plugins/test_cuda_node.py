@@ -69,7 +69,6 @@ def hosts(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Hosts
 
 
 def launches(lines: list[str]) -> list[str]:
-    """The launches that the driver recorded."""
     return [line for line in lines if line.startswith("cuLaunchKernel")]
 
 

@@ -27,7 +27,6 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def targets() -> Path:
-    """Folder of the programs."""
     return builds.sanitized("fuzz") / "fuzz"
 
 

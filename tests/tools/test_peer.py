@@ -11,7 +11,6 @@ from tools.benchmarks import peer
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A tiny model."""
     folder = tmp_path / "BASE"
     make_base(folder, max_position_embeddings=512)
     byte_tokenizer().save_pretrained(folder)

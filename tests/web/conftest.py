@@ -46,13 +46,11 @@ class Visit:
         )
 
     def log(self) -> list[str]:
-        """Lines of the conversation, without the marks of answers that were cut."""
         return list(self.tab.evaluate("[...document.querySelectorAll('#log > :not(.cut)')].map(line => line.said)"))
 
 
 @pytest.fixture(scope="session")
 def dist() -> Path:
-    """The npm package, built."""
     if shutil.which("node") is None or not (WEB / "node_modules" / "axe-core").is_dir():
         pytest.skip("needs Node.js and, in the folder web, npm install --ignore-scripts")
     subprocess.run(["node", "build.mjs"], cwd=WEB, check=True)
@@ -96,8 +94,6 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Without a log."""
-
     def log_message(self, *_: Any) -> None:
         """Nothing."""
 

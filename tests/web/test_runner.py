@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 
 def answered(package: Path, **asked: Any) -> dict[str, Any]:
-    """What run.mjs says."""
     command = ["node", str(WEB / "run.mjs"), str(package), json.dumps(asked)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)  # type: ignore[no-any-return]
 

@@ -43,7 +43,6 @@ def variables(text: str) -> list[str]:
 
 
 def frequent(count: int) -> Callable[[str], list[str]]:
-    """The most frequent words above the question."""
     return lambda text: [w for w, _ in Counter(re.findall(r"\w+", text.rpartition("\n")[0])).most_common(count)]
 
 

@@ -289,7 +289,6 @@ def _rwkv7(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the converter takes apart."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("in_proj_qkvz.weight"):
@@ -320,7 +319,6 @@ def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts in one tensor."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -349,7 +347,6 @@ def _tiled(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
 
 
 def _multiplied(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
-    """Falcon-H1's factors."""
     into = config["attention_in_multiplier"]
     factors = {
         "down_proj": config["mlp_multipliers"][1],

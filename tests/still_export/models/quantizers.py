@@ -38,7 +38,6 @@ class Made:
 
 
 def make_small(folder: Path) -> Path:
-    """The small model that the libraries quantize."""
     sizes = dict(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
     return make_base(folder, num_hidden_layers=2, **sizes)
 
@@ -139,7 +138,6 @@ def gptqmodel(**how: Any) -> Maker:
 
 
 def awq_weights(file: dict[str, Tensor]) -> Any:
-    """Weights of AWQ's layers by GPTQModel's kernels' own way."""
     packing = pytest.importorskip("gptqmodel.quantization.awq.utils.packing_utils")
     for name in [name.removesuffix(".qweight") for name in file if name.endswith(".qweight")]:
         scales = file[f"{name}.scales"].float()

@@ -44,7 +44,6 @@ FAMILIES = [name for name in ARCHITECTURES if name not in APART]
 
 
 def made(family: str) -> Any:
-    """A random model."""
     changes = CHANGES.get(family, {})
     if family_of(family).linear:
         model = linear_model(family, **changes)

@@ -47,7 +47,6 @@ def calm(family: str) -> tuple[int, torch.Tensor]:
 
 
 def calm_seed(family: str) -> int:
-    """The seed alone."""
     return calm(family)[0]
 
 

@@ -27,7 +27,6 @@ SINGLE = "model.safetensors"
 
 
 def shards(folder: Path, tensors: Tensors, index: bool = True, extra: Tensors | None = None) -> None:
-    """Two files, with an index."""
     names, places = sorted(tensors), {}
     for part in range(2):
         file = f"model-0000{part + 1}-of-00002.safetensors"

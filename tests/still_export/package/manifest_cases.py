@@ -57,7 +57,6 @@ def _content(edit: dict[str, Any]) -> bytes:
 
 
 def cases() -> list[Case]:
-    """All of them."""
     edits = json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))
     return [Case(e["name"], _content(e), e.get("says"), "says" not in e or "schema" in e) for e in edits]
 

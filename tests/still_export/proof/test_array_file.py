@@ -30,7 +30,6 @@ def opened(path: Path) -> ArrayFile:
 
 
 def exchange(path: Path, name: str, content: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """Another member in the place of one."""
     with zipfile.ZipFile(path) as file:
         members = {member: file.read(member) for member in file.namelist()}
     members[f"{name}.npy"] = content

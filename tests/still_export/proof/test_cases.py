@@ -87,7 +87,6 @@ def decode_case() -> Case:
 
 
 def compared(run: Any) -> list[str]:
-    """Outputs that differ, with the call's number."""
     case = decode_case()
     answer = ask(run, Question(case.feeds[:1], case.steps, case.places), Ties())
     return [

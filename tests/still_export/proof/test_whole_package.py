@@ -55,7 +55,6 @@ def model_of(package: Package) -> Path:
 
 
 def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Change a JSON file."""
     said = json.loads((folder / name).read_text(encoding="utf-8"))
     change(said)
     (folder / name).write_text(json.dumps(said), encoding="utf-8")

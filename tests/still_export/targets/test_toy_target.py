@@ -23,7 +23,6 @@ SOURCES = ("still_export", "graphs", "kernels", "plugins", "tools")
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The line."""
     monkeypatch.setattr(registry, "TARGETS", (*registry.TARGETS, TOY))
     app.cache_clear()
     yield

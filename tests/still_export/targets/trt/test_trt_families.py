@@ -54,7 +54,6 @@ def answers(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
 
 
 def refusals(model: onnx.ModelProto) -> list[str]:
-    """What TensorRT-RTX says against the graph."""
     import tensorrt_rtx_bindings as trt
 
     logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
