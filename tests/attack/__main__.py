@@ -7,8 +7,6 @@ python tests/attack fuzz --seconds 3600       # each target of tests/plugins/fuz
 python tests/attack all                       # a few of each
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

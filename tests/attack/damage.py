@@ -1,7 +1,5 @@
 """Damaged packages, models, adapters and tokenizers, over every verb and run_ort.py: how many end in one line, and how many do not."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -229,12 +227,8 @@ def attack(folder: Path, model: Path, seed: int, first: int, count: int, log: Pa
             unnamed += 1
             print(f"{number}: does not name the file: {what}, {arguments[0]}: {ended.said[:300]}", flush=True)
         if lines:
-            lines.write(
-                json.dumps(
-                    [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[:300]]
-                )
-                + "\n"
-            )
+            row = [number, ended.kind, what, arguments[0], ended.code, round(ended.seconds, 2), ended.said[:300]]
+            lines.write(json.dumps(row) + "\n")
             lines.flush()
         if ended.kind not in ("refused", "answered"):
             print(
@@ -242,16 +236,7 @@ def attack(folder: Path, model: Path, seed: int, first: int, count: int, log: Pa
                 flush=True,
             )
     shutil.rmtree(folder / "case", ignore_errors=True)
-    print(
-        json.dumps(
-            {
-                "seed": seed,
-                "first": first,
-                "count": count,
-                **dict(found.most_common()),
-                "without the file's name": unnamed,
-            }
-        )
-    )
+    unnamed_ones = {"without the file's name": unnamed}
+    print(json.dumps({"seed": seed, "first": first, "count": count, **dict(found.most_common()), **unnamed_ones}))
     print(json.dumps({"verbs": dict(verbs.most_common())}))
     return found

@@ -1,7 +1,5 @@
 """Runs verbs in forked processes: what costs seconds to import is imported once, and what dies takes nothing with it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -46,7 +44,6 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last line that is a message."""
         lines = [line for line in self.stderr.splitlines() if line.strip() and not _is_noise(line)]
         return lines[-1] if lines else ""
 
@@ -78,7 +75,6 @@ def _is_noise(line: str) -> bool:
 
 
 def preload() -> None:
-    """Import what the verbs import."""
     # Exports in this process ask torch for a GPU. A driver that was started before a fork kills who asks it again behind the fork; this
     # question does not start it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -1,7 +1,5 @@
 """The fuzz targets of tests/plugins/fuzz for so many processor seconds each, under the address and undefined behaviour sanitizers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

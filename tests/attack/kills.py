@@ -1,7 +1,5 @@
 """Processes killed at moments drawn from a seed: nothing half, nothing left behind after the next run, the old folder intact."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Packages whose manifest names native code that this machine did not build, with lies about names, digests and paths."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +8,5 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def attack() -> bool:
-    """Run the tests that hold these attacks."""
     tests = ["tests/still_export/package/test_trust.py", "-k", "library or says_so or links or listed"]
     return subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode == 0

@@ -1,7 +1,5 @@
 """A few of the attacks of tests/attack; its own command line runs thousands."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

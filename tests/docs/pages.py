@@ -1,7 +1,5 @@
 """README, the pages of docs and those of assets, read as Markdown: blocks of code, commands, prose, links, headings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

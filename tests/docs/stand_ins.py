@@ -1,7 +1,5 @@
 """What the words in capitals and the file names of the guide stand for in a test: small things under exactly these names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

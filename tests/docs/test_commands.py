@@ -4,8 +4,6 @@ A command that cannot run in this test is in ELSEWHERE with the reason; of those
 each word.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -135,7 +133,6 @@ OF_ANOTHER_MODEL = {"still-export linearize BASE --text corpus.txt -o FIRST"}
 
 
 def installs(command: str) -> bool:
-    """Whether the command is pip's, of which the names are checked."""
     return command.startswith("pip install ")
 
 
@@ -190,7 +187,6 @@ def unprinted(command: str, shown: list[str], printed: str) -> list[str]:
 
 
 def run_session(pages: list[Path], folder: Path, slow: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Run the commands of `pages` in `folder`, one after the other."""
     make_stand_ins(folder, SHORT_CONTEXT if pages == SESSIONS["README"] else CONTEXT, small=pages != SESSIONS["README"])
     if slow:
         make_decoder(folder)

@@ -1,7 +1,5 @@
 """The page of speeds on CPUs has the figures of its records, and shows what is lost."""
 
-from __future__ import annotations
-
 import copy
 
 from tools.cpu_page import PAGE, bounds_of, machine_of, page, records, table

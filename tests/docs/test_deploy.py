@@ -1,7 +1,5 @@
 """The files of deploy/ name what there is. Running them needs Ray or Kubernetes: tests/gpu/test_ray.py, docs/guide/prefixes.md."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

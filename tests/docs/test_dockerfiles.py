@@ -1,7 +1,5 @@
 """The Dockerfiles name extras, versions and files that there are. Building them needs Docker and base images."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages and classes of errors that troubleshooting quotes are those of the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The programs in examples/, short and with the answers of this project's runner, and those of the guide's first page."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy
@@ -52,7 +50,6 @@ def shared_library(folder: Path, name: str) -> Path:
 
 
 def compiled(command: list[object]) -> None:
-    """Run a compiler."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

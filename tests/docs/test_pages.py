@@ -1,7 +1,5 @@
 """What a reader meets on every page: lines that fit, links that lead somewhere, nothing of one machine."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README's picture has the figures of the notebook's table."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.docs.pages import README, links

@@ -1,7 +1,5 @@
 """Recipes that pages tell readers to run can be read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

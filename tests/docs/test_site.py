@@ -1,7 +1,5 @@
 """The pages as a site: built with no warning and no network, whole, and with nothing in it that a reader's browser would fetch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

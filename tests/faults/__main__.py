@@ -3,8 +3,6 @@
 FOLDER keeps the packages and results.json; a run that was cut off goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,7 +158,6 @@ class Broken:
         return layer_inputs(folder / "model.onnx", self.package.manifest["model"]["layers"]) if half else []
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
-        """Verify a runner."""
         verifier = Verifier(self.package, self.drawn, Subject(self.package), replays=0)
         session = Session(model, len(self.hidden(self.package.path)))
         answers = verifier.ask(session, self.drawn.calls)
@@ -172,7 +169,6 @@ class Broken:
         return verifier.judge(judged, bounds, answers, "", sharp), pairs
 
     def clean(self) -> Report:
-        """Verify it without a fault."""
         report, settled = self.judge(self.open())
         self.right = {case.name: [actual for _, actual in pairs] for case, pairs in settled}
         return report
@@ -247,7 +243,6 @@ class Broken:
 
 
 def outcomes(subject: Broken, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
-    """Every fault with every seed."""
     for fault in faults or FAULTS:
         if fault.where in PLACES[subject.runtime]:
             for seed in seeds:

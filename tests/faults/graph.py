@@ -1,7 +1,5 @@
 """Faults of a graph and of the bodies of its ops, onnx.ModelProto."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,39 +26,30 @@ def bodies(model: onnx.ModelProto) -> Iterator[Any]:
         yield from nodes_of(function)
 
 
-def picked(random: Random, places: Iterator[Any], *ops: str) -> Any:
-    """(list, index, node) of a random node of these types."""
-    found = one(random, [(held, i) for held, i in places if held[i].op_type in ops])
-    return None if found is None else (*found, found[0][found[1]])
+def on_node(kind: str, where: str, *ops: str) -> Callable[[Callable[..., bool | None]], Any]:
+    """A fault of a random node of these types, of which the change is told its list, its place there and itself; False: not this one."""
+
+    def register(change: Callable[..., bool | None]) -> Any:
+        def plant(random: Random, model: onnx.ModelProto) -> bool:
+            places = bodies(model) if where == "kernels" else nodes_of(model.graph)
+            found = one(random, [(held, i) for held, i in places if held[i].op_type in ops])
+            return found is not None and change(random, model, *found, found[0][found[1]]) is not False
+
+        fault(where, kind)(plant)
+        return change
+
+    return register
 
 
-def renamed(kind: str, where: str, of: str, to: str, domain: str = "") -> None:
+def renamed(kind: str, where: str, of: str, to: str) -> None:
     """A node of one type that is of another."""
-
-    def plant(random: Random, model: onnx.ModelProto) -> bool:
-        places = bodies(model) if where == "kernels" else nodes_of(model.graph)
-        found = picked(random, places, of)
-        if found is None:
-            return False
-        found[2].op_type = to
-        return True
-
-    fault(where, kind)(plant)
+    on_node(kind, where, of)(lambda random, model, held, index, node: setattr(node, "op_type", to))
 
 
-for of, to in (
-    ("Less", "LessOrEqual"),
-    ("LessOrEqual", "Less"),
-    ("Greater", "GreaterOrEqual"),
-    ("GreaterOrEqual", "Greater"),
-    ("And", "Or"),
-    ("Add", "Sub"),
-    ("Sub", "Add"),
-    ("Max", "Min"),
-    ("Min", "Max"),
-    ("Mul", "Div"),
-):
-    renamed(f"a {to} for a {of} in a body", "kernels", of, to)
+for pair in ("Less LessOrEqual", "LessOrEqual Less", "Greater GreaterOrEqual", "GreaterOrEqual Greater", "And Or"):
+    renamed(f"a {pair.split()[1]} for a {pair.split()[0]} in a body", "kernels", *pair.split())
+for pair in ("Add Sub", "Sub Add", "Max Min", "Min Max", "Mul Div"):
+    renamed(f"a {pair.split()[1]} for a {pair.split()[0]} in a body", "kernels", *pair.split())
 renamed("a Sub for an Add", "graph", "Add", "Sub")
 renamed("an Add for a Mul", "graph", "Mul", "Add")
 renamed("a Sin for a Cos", "graph", "Cos", "Sin")
@@ -79,21 +68,20 @@ def replaced(held: Any, index: int, node: Any, extra: list[Any]) -> None:
         held.insert(index + 1 + number, each)
 
 
+def smaller(model: onnx.ModelProto) -> int:
+    """The next smaller type."""
+    half = any(v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in model.graph.input)
+    return TensorProto.BFLOAT16 if half else TensorProto.FLOAT16
+
+
 def rounding(kind: str, where: str, *ops: str) -> None:
     """What a node gives is rounded to the next smaller type and back."""
 
-    def plant(random: Random, model: onnx.ModelProto) -> bool:
-        half = any(v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in model.graph.input)
-        small = TensorProto.BFLOAT16 if half else TensorProto.FLOAT16
-        found = picked(random, bodies(model) if where == "kernels" else nodes_of(model.graph), *ops)
-        if found is None:
-            return False
-        down = helper.make_node("Cast", ["?"], [f"{found[2].output[0]}__low"], to=small)
-        up = helper.make_node("CastLike", [down.output[0], f"{found[2].output[0]}__right"], ["?"])
-        replaced(*found, [down, up])
-        return True
-
-    fault(where, kind)(plant)
+    @on_node(kind, where, *ops)
+    def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> None:
+        down = helper.make_node("Cast", ["?"], [f"{node.output[0]}__low"], to=smaller(model))
+        up = helper.make_node("CastLike", [down.output[0], f"{node.output[0]}__right"], ["?"])
+        replaced(held, index, node, [down, up])
 
 
 rounding("a linear layer's result in the wrong precision", "graph", "MatMul", "Gemm")
@@ -104,28 +92,17 @@ rounding(
 rounding("a product in a body in the wrong precision", "kernels", "MatMul", "Mul", "Softmax", "LinearAttention")
 
 
-@fault("graph", "the residual in the wrong precision")
-def _(random: Random, model: onnx.ModelProto) -> bool:
-    found = picked(random, nodes_of(model.graph), "SkipSimplifiedLayerNormalization")
-    if found is None:
-        return False
-    held, index, node = found
-    half = any(v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in model.graph.input)
+@on_node("the residual in the wrong precision", "graph", "SkipSimplifiedLayerNormalization")
+def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> None:
     names = [f"{node.name}__low", f"{node.name}__again"]
-    to = TensorProto.BFLOAT16 if half else TensorProto.FLOAT16
     held.insert(index, helper.make_node("CastLike", [names[0], node.input[0]], [names[1]]))
-    held.insert(index, helper.make_node("Cast", [node.input[0]], [names[0]], to=to))
+    held.insert(index, helper.make_node("Cast", [node.input[0]], [names[0]], to=smaller(model)))
     node.input[0] = names[1]
-    return True
 
 
-@fault("graph", "the residual added twice")
-def _(random: Random, model: onnx.ModelProto) -> bool:
-    found = picked(random, nodes_of(model.graph), "SkipSimplifiedLayerNormalization")
-    if found is None:
-        return False
-    found[2].input[0] = found[2].input[1]
-    return True
+@on_node("the residual added twice", "graph", "SkipSimplifiedLayerNormalization")
+def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> None:
+    node.input[0] = node.input[1]
 
 
 def attribute(kind: str, change: Callable[[Any], bool]) -> None:
@@ -133,10 +110,7 @@ def attribute(kind: str, change: Callable[[Any], bool]) -> None:
 
     def plant(random: Random, model: onnx.ModelProto) -> bool:
         ours = [a for n in model.graph.node if n.domain == "still" for a in n.attribute]
-        for number in random.permutation(len(ours)):
-            if change(ours[number]):
-                return True
-        return False
+        return any(change(ours[number]) for number in random.permutation(len(ours)))
 
     fault("graph", kind)(plant)
 
@@ -209,19 +183,14 @@ for place, of in (("graph", "the graph"), ("kernels", "a body")):
     standard(f"a word of a standard op in {of}", place, onnx.AttributeProto.STRING)
 
 
-def epsilon(times: int) -> None:
-    def plant(random: Random, model: onnx.ModelProto) -> bool:
+for times in (10, 1000):
+
+    @fault("graph", f"a norm's epsilon times {times}")
+    def _(random: Random, model: onnx.ModelProto, times: int = times) -> bool:
         found = one(random, [a for n in model.graph.node for a in n.attribute if a.name == "epsilon"])
-        if found is None:
-            return False
-        found.f *= times
-        return True
-
-    fault("graph", f"a norm's epsilon times {times}")(plant)
-
-
-epsilon(10)
-epsilon(1000)
+        if found is not None:
+            found.f *= times
+        return found is not None
 
 
 def constant(kind: str, where: str, change: Callable[[Random, np.ndarray], np.ndarray | None]) -> None:
@@ -264,15 +233,13 @@ constant("a number in a body off by one", "kernels", _more)
 def exchanged(kind: str, where: str, *ops: str) -> None:
     """Two inputs of a node of these types, exchanged."""
 
-    def plant(random: Random, model: onnx.ModelProto) -> bool:
-        found = picked(random, bodies(model) if where == "kernels" else nodes_of(model.graph), *ops)
-        if found is None or len(found[2].input) < 2:
+    @on_node(kind, where, *ops)
+    def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> bool:
+        if len(node.input) < 2:
             return False
-        a, b = (1, 2) if found[2].op_type == "Where" else two(random, min(len(found[2].input), 3))
-        found[2].input[a], found[2].input[b] = found[2].input[b], found[2].input[a]
+        a, b = (1, 2) if node.op_type == "Where" else two(random, min(len(node.input), 3))
+        node.input[a], node.input[b] = node.input[b], node.input[a]
         return True
-
-    fault(where, kind)(plant)
 
 
 exchanged("the branches of a Where exchanged", "kernels", "Where")
@@ -281,24 +248,16 @@ exchanged("the sides of a Sub or Div exchanged", "kernels", "Sub", "Div")
 exchanged("two inputs of an op exchanged", "graph", "HybridAttention", "LinearAttention", "Attention", "Concat")
 
 
-@fault("kernels", "what is clipped is not")
-def _(random: Random, model: onnx.ModelProto) -> bool:
-    found = picked(random, bodies(model), "Clip")
-    if found is None:
-        return False
-    found[2].op_type = "Identity"
-    del found[2].input[1:]
-    return True
+@on_node("what is clipped is not", "kernels", "Clip")
+def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> None:
+    node.op_type = "Identity"
+    del node.input[1:]
 
 
-@fault("kernels", "a slice of a body that is not gathered")
-def _(random: Random, model: onnx.ModelProto) -> bool:
-    found = picked(random, bodies(model), "Mod")
-    if found is None:
-        return False
-    found[2].op_type = "Min"
-    del found[2].attribute[:]
-    return True
+@on_node("a slice of a body that is not gathered", "kernels", "Mod")
+def _(random: Random, model: onnx.ModelProto, held: Any, index: int, node: Any) -> None:
+    node.op_type = "Min"
+    del node.attribute[:]
 
 
 def outputs(kind: str, side: str) -> None:

@@ -1,8 +1,6 @@
 """Faults of the native kernels for ONNX Runtime's CPU: changed lines of copies of ops' sources, all in one library, switched on one at a
 time."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

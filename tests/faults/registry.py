@@ -1,7 +1,5 @@
 """A fault is a name, a place and a few lines that change what a package is made of; one decorator registers it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,6 @@ def fault(where: str, name: str) -> Callable[[Plant], Plant]:
 
 
 def one(random: Random, found: Any) -> Any:
-    """Any of them, None where there is none."""
     found = list(found)
     return found[int(random.integers(len(found)))] if found else None
 

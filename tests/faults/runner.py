@@ -1,7 +1,5 @@
 """Faults of a runner: what it feeds, at which positions, and which logits it gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -150,76 +148,34 @@ def _(random: Random, runner: Any, feed: Feed, ids: np.ndarray, counts: np.ndarr
     return feed(ids, counts)
 
 
-def logits(kind: str, once: bool = False) -> Callable[[Callable[[Random, np.ndarray], np.ndarray | None]], Any]:
+def logits(kind: str, change: Callable[[Random, np.ndarray], np.ndarray], once: bool = False) -> None:
     """A fault of logits [B, T, V]."""
 
-    def register(change: Callable[[Random, np.ndarray], np.ndarray | None]) -> Any:
-        kept: list[np.ndarray | None] = []
-
-        @instead(kind, once)
-        def _(random: Random, runner: Any, feed: Feed, ids: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
-            right = feed(ids, counts)
-            found = change(random, right.copy())
-            kept.append(found)
-            return right if found is None else found
-
-        return change
-
-    return register
+    @instead(kind, once)
+    def _(random: Random, runner: Any, feed: Feed, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        return change(random, feed(ids, counts).copy())
 
 
-@logits("logits times 1.02")
-@logits("logits times 1.02 in one call", once=True)
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return found * np.float32(1.02)
-
-
-@logits("logits times 1.005")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return found * np.float32(1.005)
-
-
-@logits("logits times 1.0002")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return found * np.float32(1.0002)
-
-
-@logits("a logit off by a hundredth of their spread", once=True)
-def _(random: Random, found: np.ndarray) -> np.ndarray:
+def any_off(random: Random, found: np.ndarray) -> np.ndarray:
     found[0, -1, int(random.integers(found.shape[-1]))] += found.std() / 100
     return found
 
 
-@logits("a token's logit off by a thousandth of their spread")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
+def first_off(_: Random, found: np.ndarray) -> np.ndarray:
     found[..., 0] += found.std() / 1000
     return found
 
 
-@logits("two tokens' logits exchanged")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    found[..., [0, 1]] = found[..., [1, 0]]
-    return found
-
-
-@logits("logits of the sequence beside")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return np.roll(found, 1, 0)
-
-
-@logits("logits rounded to half precision")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return found.astype(np.float16).astype(np.float32)
-
-
-@logits("logits rounded to bfloat16")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return as_bfloat16(found)
-
-
-@logits("logits all higher by a tenth")
-def _(random: Random, found: np.ndarray) -> np.ndarray:
-    return found + np.float32(0.1)
+for factor in (1.02, 1.005, 1.0002):
+    logits(f"logits times {factor}", lambda _, found, factor=factor: found * np.float32(factor))
+logits("logits times 1.02 in one call", lambda _, found: found * np.float32(1.02), once=True)
+logits("a logit off by a hundredth of their spread", any_off, once=True)
+logits("a token's logit off by a thousandth of their spread", first_off)
+logits("two tokens' logits exchanged", lambda _, found: found[..., [1, 0, *range(2, found.shape[-1])]])
+logits("logits of the sequence beside", lambda _, found: np.roll(found, 1, 0))
+logits("logits rounded to half precision", lambda _, found: found.astype(np.float16).astype(np.float32))
+logits("logits rounded to bfloat16", lambda _, found: as_bfloat16(found))
+logits("logits all higher by a tenth", lambda _, found: found + np.float32(0.1))
 
 
 @fault("runner", "logits of the call before")

@@ -1,7 +1,5 @@
 """Faults of states, planted in a runner between its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -67,30 +65,50 @@ def other_slot(random: Random, array: np.ndarray, taken: tuple[int, int, int]) -
     return one(random, held[held != taken[2]].tolist())
 
 
-@after("a linear state times 1.005", *LINEAR)
-@after("scores times 1.005", *SCORES)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> None:
-    now[name] *= np.asarray(1.005, now[name].dtype)
+def times(factor: float, part: Any = ...) -> Change:
+    def change(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
+        now[name][part] *= np.asarray(factor, now[name].dtype)
+        return bool(now[name].any())
+
+    return change
 
 
-@after("a linear state times 1.02 once", *LINEAR, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    now[name] *= np.asarray(1.02, now[name].dtype)
-    return bool(now[name].any())
+after("a linear state times 1.005", *LINEAR)(times(1.005))
+after("scores times 1.005", *SCORES)(times(1.005))
+after("a linear state times 1.02 once", *LINEAR, once=True)(times(1.02))
+after("a head's state times 1.02", *LINEAR)(times(1.02, np.s_[:, 0]))
 
 
-@after("a head's state times 1.02", *LINEAR)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> None:
-    now[name][:, 0] *= np.asarray(1.02, now[name].dtype)
+def at_slot(
+    kind: str, *states: str, least: int = 1
+) -> Callable[[Callable[[Random, np.ndarray, Any], bool | None]], Any]:
+    """A fault that happens once at a slot that is held, of a head with at least `least` of them; False: nothing to change there."""
+
+    def register(change: Callable[[Random, np.ndarray, Any], bool | None]) -> Any:
+        @after(kind, *states, once=True)
+        def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
+            place = slot(random, now[name], least) if now[name].ndim > 2 else None
+            return place is not None and change(random, now[name], place) is not False
+
+        return change
+
+    return register
+
+
+def times_at(factor: float) -> Callable[[Random, np.ndarray, Any], None]:
+    def change(random: Random, array: np.ndarray, place: Any) -> None:
+        array[place] *= np.asarray(factor, array.dtype)
+
+    return change
+
+
+at_slot("the scale of a row of 8 bits times 1.02", "window_key_scale", "key_scale", "salient_key_scale")(times_at(1.02))
 
 
 @after("a row of a head's state times 1.1 once", *LINEAR, once=True)
 def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
     place = slot(random, now[name]) if now[name].ndim > 3 else None
-    if place is None:
-        return False
-    now[name][place] *= np.asarray(1.1, now[name].dtype)
-    return True
+    return place is not None and times_at(1.1)(random, now[name], place) is None
 
 
 @after("two heads' states exchanged", *LINEAR, once=True)
@@ -147,6 +165,7 @@ def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bo
 
 
 @after("the newest row of a cache stale", *SLOTS, once=True)
+@after("a score stale", *SCORES, once=True)
 def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
     changed = np.argwhere((now[name] != before[name]).reshape(*now[name].shape[:3], -1).any(-1))
     if not len(changed):
@@ -166,45 +185,36 @@ def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bo
     return True
 
 
-@after("a slot's row of the slot beside", *SLOTS, *SALIENT, once=True)
-@after("a salient slot of another token", "salient_key", once=True)
-@after("a salient value of another token", "salient_value", once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name], 2)
-    if place is None:
-        return False
-    now[name][place] = now[name][(*place[:2], other_slot(random, now[name], place))]
-    return True
+@at_slot("a slot's row of the slot beside", *SLOTS, *SALIENT, least=2)
+@at_slot("a salient slot of another token", "salient_key", least=2)
+@at_slot("a salient value of another token", "salient_value", least=2)
+def _(random: Random, array: np.ndarray, place: Any) -> None:
+    array[place] = array[(*place[:2], other_slot(random, array, place))]
 
 
-@after("two slots of a head exchanged", *SLOTS, *SALIENT, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name], 2)
-    if place is None:
-        return False
-    head = now[name][place[:2]]
-    head[[place[2], other_slot(random, now[name], place)]] = head[[other_slot(random, now[name], place), place[2]]]
-    return True
+@at_slot("two slots of a head exchanged", *SLOTS, *SALIENT, least=2)
+def _(random: Random, array: np.ndarray, place: Any) -> None:
+    head = array[place[:2]]
+    head[[place[2], other_slot(random, array, place)]] = head[[other_slot(random, array, place), place[2]]]
 
 
-@after("a slot of a neighbouring head", *SLOTS, once=True)
-@after("a salient slot of a neighbouring head", *SALIENT, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name])
-    if place is None or now[name].shape[1] < 2:
-        return False
-    now[name][place] = now[name][place[0], (place[1] + 1) % now[name].shape[1], place[2]]
-    return True
+@at_slot("two scores of a head exchanged", *SCORES, least=2)
+def _(random: Random, array: np.ndarray, place: Any) -> None:
+    number, head = other_slot(random, array, place), array[place[:2]]
+    head[[place[2], number]] = head[[number, place[2]]]
 
 
-@after("a salient slot empty", *SALIENT, once=True)
-@after("a slot of a cache empty", *SLOTS, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name])
-    if place is None:
-        return False
-    now[name][place] = 0
-    return True
+@at_slot("a slot of a neighbouring head", *SLOTS)
+@at_slot("a salient slot of a neighbouring head", *SALIENT)
+def _(random: Random, array: np.ndarray, place: Any) -> bool:
+    array[place] = array[place[0], (place[1] + 1) % array.shape[1], place[2]]
+    return array.shape[1] > 1
+
+
+@at_slot("a salient slot empty", *SALIENT)
+@at_slot("a slot of a cache empty", *SLOTS)
+def _(random: Random, array: np.ndarray, place: Any) -> None:
+    array[place] = 0
 
 
 @after("a salient slot filled a chunk early", "salient_key", once=True)
@@ -218,42 +228,26 @@ def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bo
     return True
 
 
-@after("a score stale", *SCORES, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    changed = np.argwhere(now[name] != before[name])
-    if not len(changed):
-        return False
-    place = tuple(changed[int(random.integers(len(changed)))])
-    now[name][place] = before[name][place]
-    return True
+def sequences(kind: str, change: Callable[[np.ndarray, int, int], None]) -> None:
+    """A fault that happens once to two sequences of a batch."""
+
+    @after(kind, *ANY, once=True)
+    def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
+        if len(now[name]) > 1:
+            change(now[name], *two(random, len(now[name])))
+        return len(now[name]) > 1
 
 
-@after("two scores of a head exchanged", *SCORES, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name], 2)
-    if place is None:
-        return False
-    number, head = other_slot(random, now[name], place), now[name][place[:2]]
-    head[[place[2], number]] = head[[number, place[2]]]
-    return True
+def exchange(array: np.ndarray, a: int, b: int) -> None:
+    array[[a, b]] = array[[b, a]]
 
 
-@after("two sequences' states exchanged", *ANY, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    if len(now[name]) < 2:
-        return False
-    a, b = two(random, len(now[name]))
-    now[name][[a, b]] = now[name][[b, a]]
-    return True
+def overwrite(array: np.ndarray, a: int, b: int) -> None:
+    array[a] = array[b]
 
 
-@after("a sequence's state in the next one", *ANY, once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    if len(now[name]) < 2:
-        return False
-    a, b = two(random, len(now[name]))
-    now[name][a] = now[name][b]
-    return True
+sequences("two sequences' states exchanged", exchange)
+sequences("a sequence's state in the next one", overwrite)
 
 
 @after("a convolution a tap late", "conv_state", once=True)
@@ -277,13 +271,4 @@ def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bo
     if other is None or not now[other].any():
         return False
     now[name] = now[other].copy()
-    return True
-
-
-@after("the scale of a row of 8 bits times 1.02", "window_key_scale", "key_scale", "salient_key_scale", once=True)
-def _(random: Random, name: str, now: Arrays, before: Arrays, runner: Any) -> bool:
-    place = slot(random, now[name])
-    if place is None:
-        return False
-    now[name][place] *= np.asarray(1.02, now[name].dtype)
     return True

@@ -1,7 +1,5 @@
 """A sample of the planted faults: verify finds them, and nothing where nothing is planted. All of them: `python -m tests.faults`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ for each file, target and type that it ran into STILL_RECORDS, where that is set
 is a file for the shell that puts `trt-python` and `trt-polygraphy` on the path; without it TensorRT is asked in this Python.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

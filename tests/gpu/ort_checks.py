@@ -3,8 +3,6 @@
 Each returns figures and raises AssertionError where something is wrong; `provider` is "cuda", or "cpu" to try the checks themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -41,7 +39,6 @@ def without_kernels(package: Path, provider: str) -> OrtModel:
 
 
 def tokens_of(model: OrtModel, count: int, seed: int = 0) -> np.ndarray:
-    """Random ones, [1, count]."""
     return np.random.default_rng(seed).integers(3, model.manifest["model"]["vocab_size"], (1, count))
 
 

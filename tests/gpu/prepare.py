@@ -16,8 +16,6 @@ PLACE holds a folder a package and PyTorch's recorded answers beside it (NAME.np
 `cat part*/content.tar.* | tar xz -C PLACE` gives.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ those tools.
   python -m tests.gpu.quantized_folders FOLDER FORM PLACE     # writes PLACE/FORM
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

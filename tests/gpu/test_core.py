@@ -4,8 +4,6 @@ Prefill in pieces and single steps of hybrid attention, with states of their own
 compiled here; the core needs no CUDA to be built.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """onnxruntime-genai gives the tokens of this project's runner, in turns with it; runs on the CPU, where genai is installed."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 STILL_GPU_PLACE=PLACE pytest -m gpu tests/gpu/test_ort_cuda.py
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ the process of one replica is killed, and when it is replaced, the engine below 
 tokens are PyTorch's likeliest, or in an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

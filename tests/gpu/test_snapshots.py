@@ -3,8 +3,6 @@
 STILL_GPU_PLACE=PLACE STILL_TENSORRT_ENV=TENSORRT/env.sh pytest -m tensorrt tests/gpu/test_snapshots.py
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 STILL_GPU_PLACE=PLACE STILL_TENSORRT_ENV=TENSORRT/env.sh pytest -m "gpu or tensorrt" tests/gpu/test_tasks.py
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -3,8 +3,6 @@
 STILL_GPU_PLACE=PLACE STILL_TENSORRT_ENV=TENSORRT/env.sh pytest -m tensorrt tests/gpu
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -10,8 +10,6 @@ processes of their own, forked from one that has vLLM imported. STILL_VLLM_MODEL
 served in float16, and rounded to 4 bits.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

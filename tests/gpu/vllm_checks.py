@@ -5,8 +5,6 @@
 The last line says RESULT and what was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ Every test of one kind configures the same targets, so that each source is compi
 compile what every run of the tests needs, with no package but pytest and nlohmann-json, while the others are installed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -27,7 +25,6 @@ FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if 
 
 
 def demand_tools() -> None:
-    """Skip the test where there is no compiler."""
     if not shutil.which("cmake") or not shutil.which("g++"):
         pytest.skip("needs cmake and g++")
 

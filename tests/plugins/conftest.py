@@ -1,7 +1,5 @@
 """Builds what the tests of the native side load: the core and the recording stand-in for the CUDA driver."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The core's C ABI by ctypes, and small archives and calls to drive it with."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
@@ -60,7 +58,7 @@ class Core:
         if getattr(self.library, name)(*arguments):
             raise CoreError(self.library.still_last_error().decode())
 
-    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> CoreOp:
+    def op(self, name: str, attributes: dict[str, int | float | str], absent: int = 0) -> "CoreOp":
         items = (AttributeStruct * len(attributes))()
         for item, (key, value) in zip(items, attributes.items(), strict=True):
             item.name = key.encode()
@@ -143,7 +141,6 @@ class Recorder:
 
 
 def compile_recorder(folder: Path) -> Path:
-    """Compile recording_driver.cpp into `folder`."""
     target = folder / "librecording_driver.so"
     source = Path(__file__).with_name("recording_driver.cpp")
     subprocess.run(["g++", "-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-o", target, source], check=True)

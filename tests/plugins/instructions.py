@@ -6,8 +6,6 @@ prints the table of docs/notebook/onnxruntime.md, for 64-bit ARM and, by the sam
 g++-aarch64-linux-gnu and qemu-user 7.2 to 8.2; Debian 12 has them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

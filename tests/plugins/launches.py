@@ -1,7 +1,5 @@
 """What the core launches beside what Python launches for the same call, over compilers that compile nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

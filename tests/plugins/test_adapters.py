@@ -3,8 +3,6 @@
 Set STILL_TENSORRT_INCLUDE to the include folders of NVIDIA/TensorRT's release branches, separated by colons; skipped without.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -202,38 +200,73 @@ def test_adapter(include: str, recorder: Recorder, tmp_path: Path) -> None:
     drivers = stand_in_driver(recorder, tmp_path)
 
     taken = kernels_taken(archives)
-    for (spec, *call), shapes in zip(CALLS, SHAPES, strict=True):
-        check_op([host, libraries[0]], drivers, spec, *call, shapes, taken)
+    for call in CALLS:
+        check_op([host, libraries[0]], drivers, *call, taken)
 
 
 INT8 = {CACHE.name: "int8"}
 PREFILL = ("score", "select", *("features", "scan", "linear", "attend") * 2, "commit")
-CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]] = [
-    # op, attributes, absent inputs, sizes, kernels of a call of 150 tokens and of one of a single token
-    (HYBRID_ATTENTION, ATTRIBUTES, ABSENT, SIZES, (*PREFILL, "decode")),
+HEADS, FLAT = "0.0 0.1 0.2 0.3", "0.0 0.1 0.2"
+ALL_INT8 = absent_inputs(HYBRID_ATTENTION, ATTRIBUTES | INT8, "window_factor")
+Shapes = tuple[tuple[str, str], tuple[str, str]]
+CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...], Shapes]] = [
+    # Op, attributes, absent inputs, sizes, kernels of a call of 150 tokens and of one of a single token; shapes of output and first state
+    # ("": none), by input and place, the second with heads side by side.
+    (
+        HYBRID_ATTENTION,
+        ATTRIBUTES,
+        ABSENT,
+        SIZES,
+        (*PREFILL, "decode"),
+        ((HEADS, "0.0 1.2 8.2 0.3"), (FLAT, "0.0 8.1 8.2 8.3")),
+    ),
     (
         HYBRID_ATTENTION,
         ATTRIBUTES | INT8,
-        absent_inputs(HYBRID_ATTENTION, ATTRIBUTES | INT8, "window_factor"),
+        ALL_INT8,
         SIZES,
         (*PREFILL, "decode"),
+        ((HEADS, "0.0 1.2 8.2 8.3"), (FLAT, "0.0 8.1 8.2 8.3")),
     ),
-    (ATTENTION, {}, set(), SIZES | {"N": 400}, ("attend", "decode")),
-    (ATTENTION, INT8, set(), SIZES | {"N": 400}, ("attend", "decode")),
+    (
+        ATTENTION,
+        {},
+        set(),
+        SIZES | {"N": 400},
+        ("attend", "decode"),
+        ((HEADS, "0.0 1.2 5.2 0.3"), (FLAT, "0.0 5.1 5.2 5.3")),
+    ),
+    (
+        ATTENTION,
+        INT8,
+        set(),
+        SIZES | {"N": 400},
+        ("attend", "decode"),
+        ((HEADS, "0.0 1.2 5.2 5.3"), (FLAT, "0.0 5.1 5.2 5.3")),
+    ),
     (
         LINEAR_ATTENTION,
         {"update_rule": "gated_delta", "scale": 0.5},
         set(),
         SIZES | {"HQ": 2, "G": 2, "V": 48, "E": 1, "W": 6},
         ("prepare", "scan", "output", "decode"),
+        (("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")),
     ),
-    (CAUSAL_CONV, {"activation": "silu"}, {"bias"}, SIZES | {"C": 200, "K": 4, "P": 3}, ("conv", "commit", "step")),
+    (
+        CAUSAL_CONV,
+        {"activation": "silu"},
+        {"bias"},
+        SIZES | {"C": 200, "K": 4, "P": 3},
+        ("conv", "commit", "step"),
+        ((FLAT, "0.0 0.2 3.2"),) * 2,
+    ),
     (
         MATMUL_NBITS,
         {"bits": 4, "block_size": 32},
         set(),
         SIZES | {"I": 288, "O": 77, "IW": 36, "IS": 9, "IZ": 2},
         ("unpack", "multiply", "few"),
+        (("0.0 0.1 1.0", ""),) * 2,
     ),
     (
         ROTARY_QKV,
@@ -241,28 +274,19 @@ CALLS: list[tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, .
         {"gate_input"},
         SIZES | {"F": 400, "D": 64, "gate_width": 96},
         ("rotary", "rotary"),
+        (("0.0 0.1 =192", "0.0 0.1 =64"),) * 2,
     ),
-    (LOW_RANK_MATMUL, {}, set(), SIZES | {"I": 96, "R": 16, "O": 40}, ("lower", "raise", "low_rank")),
-    (SWI_GLU, {"width": 48}, set(), SIZES | {"width": 48}, ("swi_glu", "swi_glu")),
-    (GREEDY_TOKEN, {}, set(), SIZES | {"V": 77}, ("greedy", "greedy")),
-    (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay")),
-]
-
-HEADS, FLAT = "0.0 0.1 0.2 0.3", "0.0 0.1 0.2"
-SHAPES: list[list[tuple[str, str]]] = [
-    # of output and first state ("": none), by input and place; the second with heads side by side
-    [(HEADS, "0.0 1.2 8.2 0.3"), (FLAT, "0.0 8.1 8.2 8.3")],
-    [(HEADS, "0.0 1.2 8.2 8.3"), (FLAT, "0.0 8.1 8.2 8.3")],
-    [(HEADS, "0.0 1.2 5.2 0.3"), (FLAT, "0.0 5.1 5.2 5.3")],
-    [(HEADS, "0.0 1.2 5.2 5.3"), (FLAT, "0.0 5.1 5.2 5.3")],
-    [("0.0 0.1 2.2 0.3 2.3", "0.0 2.2 0.4 2.3"), ("0.0 0.1 3.2 0.3 6.3", "0.0 3.2 0.4 6.3")],
-    [(FLAT, "0.0 0.2 3.2"), (FLAT, "0.0 0.2 3.2")],
-    [("0.0 0.1 1.0", ""), ("0.0 0.1 1.0", "")],
-    [("0.0 0.1 =192", "0.0 0.1 =64"), ("0.0 0.1 =192", "0.0 0.1 =64")],
-    [("0.0 0.1 3.2", ""), ("0.0 0.1 3.2", "")],
-    [("0.0 0.1 =48", ""), ("0.0 0.1 =48", "")],
-    [("0.0 0.1", ""), ("0.0 0.1", "")],
-    [(HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2")],
+    (
+        LOW_RANK_MATMUL,
+        {},
+        set(),
+        SIZES | {"I": 96, "R": 16, "O": 40},
+        ("lower", "raise", "low_rank"),
+        (("0.0 0.1 3.2", ""),) * 2,
+    ),
+    (SWI_GLU, {"width": 48}, set(), SIZES | {"width": 48}, ("swi_glu", "swi_glu"), (("0.0 0.1 =48", ""),) * 2),
+    (GREEDY_TOKEN, {}, set(), SIZES | {"V": 77}, ("greedy", "greedy"), (("0.0 0.1", ""),) * 2),
+    (DECAY, {"decay": 0.25}, set(), SIZES, ("decay", "decay"), ((HEADS, "0.0 0.2 0.3"), (FLAT, "0.0 3.1 3.2"))),
 ]
 
 
@@ -311,7 +335,7 @@ def check_op(
     absent: set[str],
     sizes: dict[str, int],
     kernels: tuple[str, ...],
-    shapes: list[tuple[str, str]],
+    shapes: Shapes,
     taken: list[str],
 ) -> None:
     """One op through the host: its shapes, its launches; also with heads side by side."""

@@ -1,8 +1,6 @@
 """The native kernels' products of whole numbers on 64-bit ARM, under an emulator: plain NEON, dot products, products of matrices; against
 float64, and calls against the calls of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

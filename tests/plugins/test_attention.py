@@ -1,7 +1,5 @@
 """The native CPU kernel of still::Attention, in ONNX Runtime, against the definition; the cases are those of the function body."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

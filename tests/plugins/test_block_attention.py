@@ -1,7 +1,5 @@
 """The native CPU kernels of still::SelectBlocks and still::BlockAttention, in ONNX Runtime, against the formulas and the bodies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

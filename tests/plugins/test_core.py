@@ -1,7 +1,6 @@
 """The core without a GPU: archive, checks, plans and launches against a recording stand-in for the driver."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -99,18 +98,27 @@ def absent_mask(absent: set[str]) -> int:
     return sum(1 << i for i, name in enumerate(HYBRID.input_names()) if name in absent)
 
 
+def add(core: Core, folder: Path, *variants: dict[str, Any], **changes: Any) -> None:
+    """Give the core an archive of these variants."""
+    core.call("still_add_archive", str(write_archive(folder, [*variants] or [variant()], **changes)).encode())
+
+
+def made(core: Core, **changes: Any) -> CoreOp:
+    """The op with other attributes."""
+    return core.op("HybridAttention", ATTRIBUTES | changes, absent_mask(ABSENT))
+
+
 @pytest.fixture
 def op(core: Core, recorder: Recorder, tmp_path: Path) -> CoreOp:
-    core.call("still_add_archive", str(write_archive(tmp_path, [variant(), variant("sm_86")])).encode())
+    add(core, tmp_path, variant(), variant("sm_86"))
     for name, arguments in ARGUMENTS.items():
         recorder.arguments(f"{name}_kernel", "".join(TYPES[a.split(":")[1]] for a in arguments) + "pp")
-    return core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    return made(core)
 
 
 def addresses(op: CoreOp) -> tuple[list[int], list[int]]:
-    return [0x1000 * (i + 1) for i in range(len(op.names("input")))], [
-        0x100000 * (i + 1) for i in range(len(op.names("output")))
-    ]
+    inputs, outputs = (range(1, len(op.names(side)) + 1) for side in ("input", "output"))
+    return [0x1000 * i for i in inputs], [0x100000 * i for i in outputs]
 
 
 def values(line: dict[str, str], name: str) -> dict[str, float]:
@@ -170,30 +178,30 @@ def test_refuses_more_dimensions_than_it_holds(op: CoreOp) -> None:
         op.core.call("still_op_infer", op.handle, array, len(array), array, len(op.names("output")))
 
 
-def test_refuses_attributes_that_are_unknown(core: Core) -> None:
-    with pytest.raises(CoreError, match='saliency="marginal" is unknown; known: margin, released_prefill'):
-        core.op("HybridAttention", ATTRIBUTES | {"saliency": "marginal"})
-    with pytest.raises(CoreError, match="unknown attribute chunk"):
-        core.op("HybridAttention", {"chunk": 3})
-    with pytest.raises(CoreError, match="query is not optional"):
-        core.op("HybridAttention", ATTRIBUTES, 1)
-    with pytest.raises(CoreError, match=r"unknown op Foo; this library has AddRmsNorm, .*, HybridAttention, "):
-        core.op("Foo", {})
-
-
-def test_refuses_what_contradicts_the_attributes(core: Core, op: CoreOp) -> None:
-    with pytest.raises(CoreError, match="holds 2\\*C=64 tokens, chunk_size is 16"):
-        core.op("HybridAttention", ATTRIBUTES | {"chunk_size": 16}, absent_mask(ABSENT)).infer(inputs())
-    with pytest.raises(CoreError, match="select_scope=kv_group_max needs 3"):
-        core.op("HybridAttention", ATTRIBUTES | {"select_scope": "kv_group_max"}, absent_mask(ABSENT)).infer(inputs())
-    with pytest.raises(CoreError, match='local="sliding" has no kernel'):
-        core.op("HybridAttention", ATTRIBUTES | {"local": "sliding"}, absent_mask(ABSENT)).infer(inputs())
-
-
-def test_refuses_a_size_that_nothing_tells(core: Core) -> None:
-    op = core.op("DenseMatMul", {}, absent=0b1111110)
-    with pytest.raises(CoreError, match="DenseMatMul: no input that is given has the size O"):
-        op.infer([("float16", (1, 3, 8))])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda core: made(core, saliency="marginal"),
+            'saliency="marginal" is unknown; known: margin, released_prefill',
+        ),
+        (lambda core: core.op("HybridAttention", {"chunk": 3}), "unknown attribute chunk"),
+        (lambda core: core.op("HybridAttention", ATTRIBUTES, 1), "query is not optional"),
+        (lambda core: core.op("Foo", {}), r"unknown op Foo; this library has AddRmsNorm, .*, HybridAttention, "),
+        (lambda core: made(core, chunk_size=16).infer(inputs()), r"holds 2\*C=64 tokens, chunk_size is 16"),
+        (lambda core: made(core, select_scope="kv_group_max").infer(inputs()), "select_scope=kv_group_max needs 3"),
+        (lambda core: made(core, local="sliding").infer(inputs()), 'local="sliding" has no kernel'),
+        (
+            lambda core: core.op("DenseMatMul", {}, absent=0b1111110).infer([("float16", (1, 3, 8))]),
+            "DenseMatMul: no input that is given has the size O",
+        ),
+    ],
+)
+def test_attributes_and_sizes_that_are_refused(
+    call: Callable[[Core], Any], message: str, core: Core, op: CoreOp
+) -> None:
+    with pytest.raises(CoreError, match=message):
+        call(core)
 
 
 def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
@@ -211,9 +219,7 @@ def test_prefill_launches(op: CoreOp, recorder: Recorder) -> None:
         *("12,3,2", "6,6,2", "2,6,2", "3,6,2", "2,6,2", "3,6,2", "1,6,2", "3,6,2", "1,6,2", "2,6,2", "6,2,1")
     ]
     assert {fields["block"] for _, fields in launches} == {"128,1,1"}
-    assert {fields["shared"] for _, fields in launches} == {"1000"} and {
-        fields["stream"] for _, fields in launches
-    } == {"5"}
+    assert {(fields["shared"], fields["stream"]) for _, fields in launches} == {("1000", "5")}
     score = values(launches[0][1], "score")
     at = dict(zip(op.names("input"), ins, strict=True)) | dict(zip(op.names("output"), outs, strict=True))
     assert (score["query"], score["key"], score["T"], score["R"]) == (at["query"], at["key"], 150, 8)
@@ -251,11 +257,10 @@ def test_decode_is_one_launch_with_its_own_counters(core: Core, op: CoreOp, reco
     ins, outs = addresses(op)
     op.launch(ins, outs, 0x7000000, 0)
     ((name, fields),) = recorder.launches()
-    assert (
-        name == "decode_kernel" and fields["grid"] == "8,6,2"
-    )  # 3 splits of 32 slots, 2 slices and 2 parts of the ring and 1 for 1 head
+    # 3 splits of 32 slots, 2 slices and 2 parts of the ring and 1 for 1 head
+    assert name == "decode_kernel" and fields["grid"] == "8,6,2"
     assert values(fields, "decode")["NS"] == 3
-    other = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    other = made(core)
     other.prepare(given)
     other.launch(ins, outs, 0x7000000, 0)
     counters = [values(f, "decode")["counters"] for _, f in recorder.launches()]
@@ -285,13 +290,8 @@ def test_workspace_covers_every_smaller_call(op: CoreOp) -> None:
         for tokens in (1, 2, 31, 64, 299, 300):
             given = inputs(B=batch, T=tokens)
             assert op.workspace(given) <= bound
-            call = Call.of(
-                HYBRID_ATTENTION,
-                dict(zip(op.names("input"), (t[1] for t in given), strict=True)),
-                {CACHE.name: CACHE.default, **ATTRIBUTES},
-                "float16",
-                "int32",
-            )
+            shapes = dict(zip(op.names("input"), (t[1] for t in given), strict=True))
+            call = Call.of(HYBRID_ATTENTION, shapes, {CACHE.name: CACHE.default, **ATTRIBUTES}, "float16", "int32")
             buffers = PLAN.evaluate(replace(call, constants=CONSTANTS)).workspace
             assert sum(-(-prod(b.shape) * ELEMENTS[b.element] // 256) * 256 for b in buffers) <= bound
     assert op.workspace(inputs(B=4, T=1)) < bound
@@ -326,8 +326,8 @@ def test_says_which_choice_has_no_kernel(core: Core, op: CoreOp) -> None:
 
 
 def test_large_shared_memory_is_asked_for(core: Core, recorder: Recorder, tmp_path: Path) -> None:
-    core.call("still_add_archive", str(write_archive(tmp_path, [variant(shared_bytes=100_000)])).encode())
-    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    add(core, tmp_path, variant(shared_bytes=100_000))
+    op = made(core)
     op.prepare(inputs(T=1))
     assert recorder.log("cuFuncSetAttribute") == ["cuFuncSetAttribute decode_kernel 8=100000"]
     recorder.reset()
@@ -342,8 +342,8 @@ def test_clusters_are_whole(core: Core, recorder: Recorder, tmp_path: Path) -> N
         core.call("still_clear_archive")
         entry = variant()
         entry["kernels"]["decode"]["cluster"] = blocks
-        core.call("still_add_archive", str(write_archive(tmp_path / str(blocks), [entry])).encode())
-        op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+        add(core, tmp_path / str(blocks), entry)
+        op = made(core)
         if blocks == 4:
             op.prepare(inputs(T=1))
             continue
@@ -356,7 +356,7 @@ def test_damaged_clusters_are_refused(blocks: int, core: Core, tmp_path: Path) -
     entry = variant()
     entry["kernels"]["decode"]["cluster"] = blocks
     with pytest.raises(CoreError, match=rf"cluster={blocks} is outside 1\.\.8"):
-        core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())
+        add(core, tmp_path, entry)
 
 
 def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -> None:
@@ -406,18 +406,15 @@ def test_damaged_archives_are_refused(core: Core, tmp_path: Path, size: int) -> 
 
 
 def test_other_versions_are_refused(core: Core, tmp_path: Path) -> None:
-    older = write_archive(tmp_path / "older", [variant()], version=1)
     with pytest.raises(CoreError, match="still-kernels-aot version 1; this library reads still-kernels-aot version 3"):
-        core.call("still_add_archive", str(older).encode())
-    other = write_archive(tmp_path / "other", [variant()], op_version=2)
+        add(core, tmp_path / "older", version=1)
     with pytest.raises(CoreError, match="kernels of HybridAttention version 2; this library has version 1"):
-        core.call("still_add_archive", str(other).encode())
-    unknown = [variant()]
-    unknown[0]["kernels"]["decode"]["args"].append({"name": "novel", "type": "i32"})
-    core.call("still_add_archive", str(write_archive(tmp_path / "unknown", unknown)).encode())
-    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+        add(core, tmp_path / "other", op_version=2)
+    unknown = variant()
+    unknown["kernels"]["decode"]["args"].append({"name": "novel", "type": "i32"})
+    add(core, tmp_path / "unknown", unknown)
     with pytest.raises(CoreError, match=r"kernel decode takes novel, which the launch plan does not pass"):
-        op.prepare(inputs(T=1))
+        made(core).prepare(inputs(T=1))
     with pytest.raises(CoreError, match=r"missing\.bin: cannot be opened"):
         core.call("still_add_archive", str(tmp_path / "missing.bin").encode())
 
@@ -430,9 +427,9 @@ def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorde
     cache = {**DESCRIPTOR, "name": "cached_key", "box": [128, 64]}
     entry = variant()
     entry["kernels"]["attend"]["args"] = [cache, DESCRIPTOR, {"name": "H", "type": "i32"}]
-    core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())
+    add(core, tmp_path, entry)
     recorder.arguments("attend_kernel", "diilldiillipp")
-    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    op = made(core)
     for slots, address in ((80, 0x1000), (0, 0x777000)):
         recorder.reset()
         op.prepare(inputs(N=slots))
@@ -442,8 +439,8 @@ def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorde
         kept = outputs[op.names("output").index("present_salient_key")]
         rows = 2 * 6 * slots
         fields = next(fields for name, fields in recorder.launches() if name == "attend_kernel")["args"].split(",")
-        made = f"6/{kept}/64/{rows}/128/64/128/3" if slots else "/".join("0" * 8)
-        assert fields[:5] == [made, str(rows), "64", "64", "1"]
+        encoded = f"6/{kept}/64/{rows}/128/64/128/3" if slots else "/".join("0" * 8)
+        assert fields[:5] == [encoded, str(rows), "64", "64", "1"]
         assert fields[5:11] == [f"6/{address}/384/300/768/64/64/3", "300", "384", "384", "1", "6"]
         assert set(recorder.log("cuTensorMapEncodeTiled")) == {"cuTensorMapEncodeTiled "}
     recorder.fail("cuTensorMapEncodeTiled", 1)
@@ -466,7 +463,6 @@ def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorde
 def test_descriptors_that_are_refused(changes: dict[str, Any], message: str, core: Core, tmp_path: Path) -> None:
     entry = variant()
     entry["kernels"]["attend"]["args"] = [DESCRIPTOR | changes]
-    archive = write_archive(tmp_path, [entry])
     with pytest.raises(CoreError, match=message):
-        core.call("still_add_archive", str(archive).encode())
-        core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT)).prepare(inputs())
+        add(core, tmp_path, entry)
+        made(core).prepare(inputs())

@@ -3,8 +3,6 @@
 They launch what the core launches for the same call, and with STILL_TENSORRT_INCLUDE what the adapter for TensorRT does.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import re
 import subprocess
@@ -33,7 +31,9 @@ from tests.plugins.test_adapters import (
 from tests.still_graphs import test_functions as body
 from tests.still_graphs.passes import attach_functions
 
-Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
+pytestmark = pytest.mark.slow
+
+Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...], Any]
 
 
 class Hosts:
@@ -53,7 +53,7 @@ class Hosts:
 
     def run(self, call: Call, tensorrt: bool = False, **values: Any) -> list[str]:
         """Lines that a stand-in prints of a call."""
-        spec, attributes, absent, sizes, _ = call
+        spec, attributes, absent, sizes, *_ = call
         program = [self.tensorrt, self.tensorrt_library] if tensorrt else [self.host, self.library]
         given = host_arguments(spec, node_values(spec, attributes, absent) | values, absent, sizes)
         done = subprocess.run(
@@ -72,7 +72,6 @@ def hosts(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Hosts
 
 
 def launches(lines: list[str]) -> list[str]:
-    """The launches that the driver recorded."""
     return [line for line in lines if line.startswith("cuLaunchKernel")]
 
 
@@ -81,10 +80,9 @@ def without_own_memory(line: str) -> str:
     return re.sub(r"\d+", lambda found: "own" if 1 << 28 <= int(found[0]) < 1 << 29 else found[0], line)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Recorder, call: Call) -> None:
-    spec, attributes, absent, sizes, kernels = call
+    spec, attributes, absent, sizes, kernels, _ = call
     lines = hosts.run(call)
     assert lines[:2] == ["registered 0", "created 0"]
     assert lines.count("compute 0") == 5
@@ -106,7 +104,6 @@ def test_launches_are_those_of_the_core(hosts: Hosts, core: Core, recorder: Reco
     assert [without_own_memory(line) for line in launches(lines)[: len(expected)]] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not FOLDERS, reason="needs STILL_TENSORRT_INCLUDE")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name)
 def test_launches_are_those_of_tensorrt(hosts: Hosts, call: Call) -> None:
@@ -114,7 +111,6 @@ def test_launches_are_those_of_tensorrt(hosts: Hosts, call: Call) -> None:
     assert theirs and launches(hosts.run(call))[: len(theirs)] == theirs
 
 
-@pytest.mark.slow
 def test_streams_states_and_memory(hosts: Hosts) -> None:
     """Calls of the hybrid op: prefill, decode, then decode again, on another stream, and with present buffers of its own."""
     lines = hosts.run(CALLS[0])
@@ -136,13 +132,11 @@ def test_streams_states_and_memory(hosts: Hosts) -> None:
     assert len(modules) == 8 and modules[-1] < lines.index(launches(lines)[0]), "all when the node was made"
 
 
-@pytest.mark.slow
 def test_what_has_no_kernel_is_refused_when_the_node_is_made(hosts: Hosts) -> None:
     lines = hosts.run(CALLS[0], activation_type="float32")
     assert lines[1].startswith("created HybridAttention: no kernel for dtype=float32, the archive has float16. Compile")
 
 
-@pytest.mark.slow
 def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
     """ONNX Runtime's CPU provider takes its own kernels, of both types, where kernels of another provider stand beside them."""
     import torch
@@ -151,7 +145,6 @@ def test_the_same_library_serves_the_cpu(hosts: Hosts) -> None:
     body.check(body.config(), [5, 1], torch.float16, library=str(hosts.library))
 
 
-@pytest.mark.slow
 def test_what_has_kernels_of_the_gpu_alone_runs_by_its_body_on_the_cpu(hosts: Hosts) -> None:
     """Where there is no driver, or the session says that it is for the CPU; ONNX Runtime loads no node otherwise whose op is for another
     provider."""

@@ -1,8 +1,6 @@
 """The native CPU kernels of still::Experts and still::ExpertsNBits, in ONNX Runtime: against float64 and the bodies, and calls against
 the calls of their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

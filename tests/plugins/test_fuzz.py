@@ -3,8 +3,6 @@
 `python tests/attack fuzz --seconds 3600` runs them for longer; a finding is repeated by its number (tests/plugins/fuzz/driver.cpp).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,7 +34,6 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def targets() -> Path:
-    """Folder of the programs."""
     return builds.sanitized("fuzz") / "fuzz"
 
 

@@ -1,7 +1,5 @@
 """The core launches what the Python launcher launches, of ops with states: same kernels, grids, numbers, pointers and workspace."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The native CPU kernels of still::LinearAttention and still::CausalConv, in ONNX Runtime; the cases are those of the bodies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

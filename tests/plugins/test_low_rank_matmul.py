@@ -1,7 +1,5 @@
 """The native CPU kernel of still::LowRankMatMul, in ONNX Runtime: against float64, and calls against the calls of their tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

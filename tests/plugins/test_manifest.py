@@ -1,8 +1,6 @@
 """The manifest as still_run reads it, under the sanitizers: what it needs must be there, and nothing ends the reader. Python's reader holds
 all other fields (tests/still_export/package/test_manifest.py)."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

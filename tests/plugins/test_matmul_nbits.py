@@ -1,7 +1,5 @@
 """The native CPU kernel of still::MatMulNBits, in ONNX Runtime: against float64, and calls against the calls of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

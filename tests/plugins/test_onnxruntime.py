@@ -1,7 +1,5 @@
 """The native CPU kernel of still::HybridAttention, in ONNX Runtime, against the PyTorch form; the cases are those of the function body."""
 
-from __future__ import annotations
-
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +18,14 @@ from tests.tolerances import REFERENCE
 
 pytest.importorskip("onnxruntime")
 
-FOLDING = [*body.SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
 CASES: list[tuple[dict[str, Any], Any]] = [
     *((knobs, body.SPLITS) for knobs in body.KNOBS),
     ({"feature_map": "identity"}, body.SPLITS),
     ({"chunk_size": 64, "salient_per_chunk": 4, "head_dim": 16, "feature_dim": None, "capacity_tokens": 1000},
      [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200]),
+    ({"chunk_size": 8, "salient_per_chunk": 8, "head_dim": 16, "capacity_tokens": 600}, [310, 1, 1, 1, [1, 0], 1]),  # in parts
     ({"chunk_size": 40, "head_dim": 20, "feature_dim": 33, "capacity_tokens": 1000}, [97, 1, 1, 30, [33, 64], 120]),
-    *(({"capacity_tokens": 20, "overflow": "fold_oldest", **knobs}, FOLDING)
+    *(({"capacity_tokens": 20, "overflow": "fold_oldest", **knobs}, body.FOLDING)
       for knobs in ({}, {"select_scope": "kv_group_mean"}, {"local": "sliding"}, {"capacity_tokens": 8})),
 ]  # fmt: skip
 
@@ -76,11 +74,6 @@ def test_threads_change_no_bit(library: str, knobs: dict[str, Any]) -> None:
             assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_long_cache_in_parts(library: str) -> None:
-    c = body.config(chunk_size=8, salient_per_chunk=8, head_dim=16, capacity_tokens=600)
-    body.check(c, [310, 1, 1, 1, [1, 0], 1], in_place=True, library=library)
-
-
 def test_exponential(library: str) -> None:
     """z of one promoted token is e^x with this map, so z shows the kernel's exponential over its whole range."""
     c = body.config(
@@ -100,20 +93,8 @@ def test_exponential(library: str) -> None:
 
 def test_nodes_of_different_attributes(library: str) -> None:
     """Attributes are each node's own, also where functions have overloads."""
-    model = body.node_model(body.config(), torch.float32, 2)
-    del model.functions[:]
-    for attribute in model.graph.node[1].attribute:
-        if attribute.name == "mix_epsilon":
-            attribute.f = 0.25
-    assert body.attach_functions(model) == 2
-    session = body.session(model, library=library)
-    feeds = {}
-    for info in session.get_inputs():
-        shape = [{"B": 1, "T": 3, "N": 4}.get(d, d) for d in info.shape]
-        feeds[info.name] = np.ones(shape, np.int64 if "int64" in info.type else np.float32)
-    feeds["new_tokens"][:], feeds["past_length"][:] = 3, 0
-    feeds = {n: v * 0 if n.startswith("past_") else v for n, v in feeds.items()}
-    first, second = session.run(["output.0", "output.1"], feeds)
+    session = body.session(body.two_kinds_of_nodes(), library=library)
+    first, second = session.run(["output.0", "output.1"], body.filled(session))
     assert first[0, 0, 0, 0] == pytest.approx(1.0, abs=1e-5)
     assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)
 
@@ -172,13 +153,6 @@ def one_call(library: str, **changes: Any) -> Any:
     return runner(feeds | changes)
 
 
-def zeros(session: Any) -> dict[str, np.ndarray]:
-    """Inputs of one token."""
-    sizes = {"B": 1, "T": 1, "N": 4}
-    kinds = {i.name: np.int64 if "int" in i.type else np.float32 for i in session.get_inputs()}
-    return {i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.name]) for i in session.get_inputs()}
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -201,7 +175,7 @@ def test_wrong_calls_are_refused(library: str, changes: dict[str, Any], message:
                 info.type.tensor_type.shape.dim[1].dim_value = 7
         session = body.session(model, library=library)
         with pytest.raises(Exception, match=message):
-            session.run(None, zeros(session))
+            session.run(None, body.filled(session, tokens=1))
         return
     with pytest.raises(Exception, match=message):
         one_call(library, **changes)
@@ -220,7 +194,7 @@ def test_another_rank_in_the_place_of_an_optional_input_is_refused(library: str,
         session = body.session(model, library=library)
         expected = r"expected \[.*H=6.*, got \[\]" if rank == 0 else r"rank 9 is outside 0\.\.8"
         with pytest.raises(Exception, match=f"{name}: {expected}"):
-            session.run(None, zeros(session))
+            session.run(None, body.filled(session, tokens=1))
 
 
 def test_unknown_attribute_value_and_dtype_are_refused_at_creation(library: str) -> None:

@@ -1,8 +1,7 @@
 """Launch plans in the core: numbers as in Python, errors where they do not fit 64 bits, and archives whose plan is damaged."""
 
-from __future__ import annotations
-
 import copy
+import operator
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ from still_kernels.hybrid_attention.plan.launches import PLAN
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import Branch, Call, Launch, Let, Loop, Plan, Region
 from still_kernels.plan.expressions import Scope, compile_expression
-from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, write_archive
-from tests.plugins.test_core import ABSENT, ATTRIBUTES, CONSTANTS, HYBRID, absent_mask, addresses, inputs, variant
+from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder
+from tests.plugins.test_core import ABSENT, ATTRIBUTES, CONSTANTS, HYBRID, add, addresses, inputs, made, variant
 
 NAMES = (
     "T",
@@ -31,6 +30,10 @@ NAMES = (
 )
 DEFINE = {"mid": "ceil_div(N, 3) - 40", "big": "N * N * N * N * N * N * 1000000"}
 WRONG = "division or overflow"
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod},
+    **{"<": operator.lt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne},
+}
 
 
 def number(rng: random.Random, depth: int) -> str:
@@ -71,23 +74,15 @@ def exact(data: Any, env: dict[str, Any]) -> Any:
     if (name in ("//", "%", "ceil_div") and b <= 0) or (name == "rsqrt" and a <= 0):
         raise ArithmeticError(WRONG)
     compare: dict[str, Callable[[], Any]] = {
-        "+": lambda: a + b,
-        "-": lambda: a - b,
-        "*": lambda: a * b,
-        "//": lambda: a // b,
-        "%": lambda: a % b,
         "ceil_div": lambda: (a + b - 1) // b,
         "min": lambda: min(a, b),
         "max": lambda: max(a, b),
-        "pow2": lambda: next(1 << i for i in range(99) if 1 << i >= a),
         "rsqrt": lambda: a**-0.5,
+        "pow2": lambda: next(1 << i for i in range(99) if 1 << i >= a),
         "not": lambda: int(not a),
-        "<": lambda: int(a < b),
-        ">=": lambda: int(a >= b),
-        "==": lambda: int(a == b),
-        "!=": lambda: int(a != b),
     }
-    value = compare[name]()
+    value = compare[name]() if name in compare else OPERATORS[name](a, b)
+    value = int(value) if isinstance(value, bool) else value
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ArithmeticError(WRONG)
     return value
@@ -103,8 +98,8 @@ def op_with(core: Core, folder: Path, data: dict[str, Any], **kernels: list[str]
             "args": [dict(zip(("name", "type"), a.split(":"), strict=True)) for a in arguments],
         }
     core.call("still_clear_archive")
-    core.call("still_add_archive", str(write_archive(folder, [entry], plan=data)).encode())
-    return core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    add(core, folder, entry, plan=data)
+    return made(core)
 
 
 def test_expressions_are_worth_what_they_are_in_python(core: Core, recorder: Recorder, tmp_path: Path) -> None:
@@ -193,19 +188,19 @@ def test_workspace_covers_the_splits_of_fewer_rows_and_the_tokens_that_are_named
 
 def test_no_plan_without_kernels(core: Core) -> None:
     """Shapes follow from the op alone; what a plan would check waits for one."""
-    op = core.op("HybridAttention", ATTRIBUTES | {"chunk_size": 16}, absent_mask(ABSENT))
+    op = made(core, chunk_size=16)
     assert op.infer(inputs())
     with pytest.raises(CoreError, match="built without kernels"):
         op.workspace(inputs())
 
 
 def test_plans_of_two_versions_do_not_mix(core: Core, tmp_path: Path) -> None:
-    core.call("still_add_archive", str(write_archive(tmp_path / "a", [variant()])).encode())
-    core.call("still_add_archive", str(write_archive(tmp_path / "b", [variant("sm_80")])).encode())
+    add(core, tmp_path / "a")
+    add(core, tmp_path / "b", variant("sm_80"))
     other = copy.deepcopy(PLAN.data)
     other["arguments"]["G"] = 1
     with pytest.raises(CoreError, match="launch plan of HybridAttention is another one"):
-        core.call("still_add_archive", str(write_archive(tmp_path / "c", [variant()], plan=other)).encode())
+        add(core, tmp_path / "c", plan=other)
     assert core.library.still_variant_count() == 2
 
 
@@ -259,9 +254,8 @@ def steps(depth: int) -> list[Any]:
 def test_damaged_plans_are_refused_when_they_are_read(
     change: dict[str, Any], message: str, core: Core, tmp_path: Path
 ) -> None:
-    archive = write_archive(tmp_path, [variant()], plan={**PLAN.data, **change})
     with pytest.raises(CoreError, match=message):
-        core.call("still_add_archive", str(archive).encode())
+        add(core, tmp_path, plan={**PLAN.data, **change})
     assert core.library.still_variant_count() == 0
 
 
@@ -299,10 +293,8 @@ def test_plans_that_make_no_sense_for_a_call_are_errors(
     plan = {**PLAN.data, **change}
     if "define" in change:
         plan |= {"arguments": {}, "workspace": [], "matrices": [], "steps": []}
-    elif "steps" in change:
-        plan["arguments"] = {**plan["arguments"]}
-    core.call("still_add_archive", str(write_archive(tmp_path, [variant()], plan=plan)).encode())
-    op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+    add(core, tmp_path, plan=plan)
+    op = made(core)
     if message is None:
         op.prepare(inputs())
         return
@@ -312,6 +304,6 @@ def test_plans_that_make_no_sense_for_a_call_are_errors(
 
 def test_a_variant_without_a_constant_is_refused(core: Core, tmp_path: Path) -> None:
     entry = {**variant(), "constants": {k: v for k, v in CONSTANTS.items() if k != "segment_tiles"}}
-    core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())
+    add(core, tmp_path, entry)
     with pytest.raises(CoreError, match="has no constant segment_tiles"):
-        core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT)).prepare(inputs())
+        made(core).prepare(inputs())

@@ -3,8 +3,6 @@
 A runtime of TensorRT itself is not played here: docs/reference/targets.md says where still_run ran.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The tests of the CPU kernels once more, with the library built for the address and undefined behaviour sanitizers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The core launches what the Python launcher launches, of ops without a state: see test_launches.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The native CPU kernel of still::MatMulNBits over K-quants, in ONNX Runtime, and its body: against float64 over what the gguf package
 reads, and calls against the calls of their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

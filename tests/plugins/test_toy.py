@@ -1,7 +1,5 @@
 """An op outside the tree in the native libraries: its folder is compiled in, and nothing else knows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +39,8 @@ def node_model() -> onnx.ModelProto:
         ]
 
     node = helper.make_node(DECAY.name, DECAY.input_names(), DECAY.output_names(), domain=DOMAIN, decay=DECAY_RATE)
-    inputs, outputs = (
-        infos(DECAY.input_names(), DECAY.all_inputs()),
-        infos(DECAY.output_names(), DECAY.all_outputs()),
-    )
+    inputs = infos(DECAY.input_names(), DECAY.all_inputs())
+    outputs = infos(DECAY.output_names(), DECAY.all_outputs())
     graph = helper.make_graph([node], "toy", inputs, outputs)
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)], ir_version=10

@@ -1,7 +1,5 @@
 """TransNormer, MiniCPM-SALA and Mamba-3 by their formulas, one token after the other."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Random models with experts, as transformers has them: dimensions all differ, routers are not flat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Random models of flash-linear-attention, which needs a GPU: its formulas, one token after the other, under its names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

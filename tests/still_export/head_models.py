@@ -1,7 +1,5 @@
 """Random models that are published with a head that guesses tokens ahead (MTP), and what it says by their own classes."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,11 +82,11 @@ class Published:
         return torch.stack(found)
 
     @cached_property
-    def wide(self) -> Published:
+    def wide(self) -> "Published":
         """In float64, as it was when it was first asked for."""
         return copy.deepcopy(self).double()
 
-    def double(self) -> Published:
+    def double(self) -> "Published":
         """In float64."""
         for part in (self.model, self.layers, self.embedding_norm, self.hidden_norm):
             part.double()

@@ -1,7 +1,5 @@
 """Random models of HypeNet under their published names: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Random models of Mamba-in-Llama under their published names and in their published files: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random models of every linear family, as transformers has them: dimensions all differ, gates and decays drawn wide."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

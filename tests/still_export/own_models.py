@@ -1,7 +1,5 @@
 """Random models of families whose published folders have code of their own: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +75,7 @@ class OwnModel:
         (Path(folder) / "config.json").write_text(json.dumps(self.config))
         save_file(self.tensors, Path(folder) / "model.safetensors", {"format": "pt"})
 
-    def double(self) -> OwnModel:
+    def double(self) -> "OwnModel":
         self.tensors = {name: x.double() for name, x in self.tensors.items()}
         return self
 

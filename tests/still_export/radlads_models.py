@@ -1,7 +1,5 @@
 """Random models of RADLADS (RWKV-6 and RWKV-7 in a Qwen) under their published names: their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Random models whose tokens read what was chosen, NAtS-L, Landmark attention and Routing Transformer, by their formulas."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """RWKV-5, RWKV-6 and RWKV-7 by their formulas, one token after the other."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

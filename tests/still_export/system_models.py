@@ -1,7 +1,5 @@
 """Models of research systems by their formulas, one token after the other: readings of vision models, MoH, RAT, Flux."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +12,7 @@ from tests.still_export.own_models import LLAMA, Draw, OwnModel, Shapes, States,
 class VisionModel(OwnModel):
     """PolaFormer's, InLine's and MirrorLA's attention by their formulas, whose n is the number of tokens so far."""
 
-    sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        qkv_bias=True,
-    )
+    sizes: ClassVar[dict[str, Any]] = dict(**LLAMA, num_attention_heads=3, num_key_value_heads=3, qkv_bias=True)
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
         kind = {"kernel_size": 5 if family == "polaformer" else 0}
@@ -177,14 +170,7 @@ class RatModel(OwnModel):
     """RAT: the scan one token after the other, softmax over the chunks' ends and the token's own key."""
 
     names = ("embedding.wte", "head.lm_head", "backbone.ln", "backbone.layers")
-    sizes: ClassVar[dict[str, Any]] = dict(
-        d_model=24,
-        num_layers=3,
-        d_head=6,
-        ngroups=2,
-        chunk_size=7,
-        d_ffn=44,
-    )
+    sizes: ClassVar[dict[str, Any]] = dict(d_model=24, num_layers=3, d_head=6, ngroups=2, chunk_size=7, d_ffn=44)
 
     def layer_shapes(self, i: int) -> Shapes:
         c = self.config

@@ -1,7 +1,5 @@
 """Small random Qwen3.5 models that see images, as transformers saves them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What onnxruntime-genai does with a graph, by plain ONNX Runtime: it keeps the states and grows the mask."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

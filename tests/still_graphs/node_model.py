@@ -1,7 +1,5 @@
 """Models of one still:: node, made from its OpSpec, and their sessions over IOBinding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,12 +42,7 @@ def node_model(
     sides = ("past", "present")
     absent = (*absent, *(f"{side}_{s.name}" for s in spec.states if s.name not in there for side in sides))
     spec = spec.resolve(set_)
-    kinds = {
-        "T": ELEMENT[dtype],
-        "float32": TensorProto.FLOAT,
-        "int64": TensorProto.INT64,
-        "int32": TensorProto.INT32,
-    }
+    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
     infos: tuple[dict[str, onnx.ValueInfoProto], ...] = ({}, {})
     nodes = []
     for number in range(layers):

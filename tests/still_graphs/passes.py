@@ -1,7 +1,5 @@
 """Passes, which take onnx_ir's models, run over protobuf ones, which tests build, check and run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two sequences in calls, and an op's definition and body over them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,15 @@ from tests.still_kernels.linear_attention.inputs import Split, error
 def counts_of(splits: Sequence[Split]) -> Tensor:
     """New tokens by call and sequence, [calls, 2]."""
     return torch.tensor([s if isinstance(s, list) else [s] * 2 for s in splits])
+
+
+def drawn(
+    heads: Mapping[str, int], size: int, splits: Sequence[Split], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tensors [2, T, heads, size] for all tokens of the calls, by name, and `counts_of` the calls."""
+    counts, generator = counts_of(splits), torch.Generator().manual_seed(0)
+    tokens = int(counts.sum(0).max())
+    return {n: torch.randn(2, tokens, h, size, generator=generator).to(dtype) for n, h in heads.items()}, counts
 
 
 def pieces(

@@ -1,7 +1,5 @@
 """Walking and editing graphs in protobuf, which tests build, check and run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,7 +25,6 @@ def walk_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def walk_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node of `graph` and of the graphs inside it."""
     for inner in walk_graphs(graph):
         yield from inner.node
 
@@ -42,7 +39,6 @@ def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
 
 
 def drop_attribute(node: onnx.NodeProto, name: str) -> bool:
-    """Remove an attribute; True when there was one."""
     for index, item in enumerate(node.attribute):
         if item.name == name:
             del node.attribute[index]
@@ -73,7 +69,6 @@ def dimensions(graph: onnx.GraphProto) -> dict[str, list[int | str | None]]:
 
 
 def initializers(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Initializers by name."""
     return {i.name: i for i in graph.initializer}
 
 

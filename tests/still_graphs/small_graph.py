@@ -1,7 +1,5 @@
 """A small stateful language model as a portable graph, made without torch: one still node, a norm, a split and a head."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
@@ -37,12 +35,10 @@ def growth_of(name: str) -> dict[str, int | str | bool] | None:
 
 
 def states(spec: OpSpec = HYBRID) -> list[str]:
-    """Names of the states that the graph has."""
     return [s.name for s in spec.states]
 
 
 def state_type(name: str, dtype: str, spec: OpSpec = HYBRID) -> int:
-    """Element type of a state."""
     return DTYPES[dtype if (kind := spec.state(name).dtype) == "T" else kind]
 
 

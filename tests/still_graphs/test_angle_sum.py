@@ -1,7 +1,5 @@
 """still::AngleSum, definition and function body, against a loop in float64: angles, turns, padding."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -13,6 +11,7 @@ from still_graphs.errors import ShapeError
 from still_kernels.angle_sum.meaning import Inputs, naive_angle_sum
 from still_kernels.angle_sum.spec import ANGLE_SUM
 from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_graphs.pieces import counts_of, pieces
 from tests.still_kernels.block_attention.inputs import SPLITS
 
 HEADS, ANGLES = 3, 5
@@ -28,32 +27,21 @@ def apart(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("longest", [0.3, 30.0])
 def test_definition_and_body_equal_the_loop(dtype: torch.dtype, in_place: bool, longest: float) -> None:
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
-    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+    counts, generator = counts_of(SPLITS), torch.Generator().manual_seed(0)
+    tokens = int(counts.sum(0).max())
     angle = torch.randn(2, tokens, ANGLES, generator=generator).to(dtype)
     step = longest * torch.rand(2, tokens, HEADS, generator=generator)
     exact = (math.pi * angle.double().tanh()[:, :, None] * step.double()[..., None]).cumsum(1)
     state = torch.zeros(2, HEADS, ANGLES, 2)
     node = StatefulNode(ANGLE_SUM, node_model(ANGLE_SUM, {"H": HEADS, "A": ANGLES}, dtype), state, in_place)
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        most = max(int(new.max()), 1)
-        feeds = {
-            "angle": torch.full((2, most, ANGLES), torch.nan, dtype=dtype),
-            "step": torch.full((2, most, HEADS), torch.nan),
-        }
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            feeds["angle"][row, :count], feeds["step"][row, :count] = angle[row, place], step[row, place]
-        output, state = naive_angle_sum(Inputs(**feeds, new_tokens=new), state)
-        made, kept = node({**feeds, "new_tokens": new}, output)
-        bound = BOUND * max(1.0, longest)  # of what one token adds, which is rounded
-        for row, count in enumerate(new.tolist()):
-            expected = exact[row, int(past[row]) : int(past[row]) + count]
-            assert not count or max(apart(x[row, :count], expected) for x in (output, made)) <= bound
+    bound = BOUND * max(1.0, longest)  # of what one token adds, which is rounded
+    for feeds, _, right in pieces({"angle": angle, "step": step}, list(exact), counts):
+        output, state = naive_angle_sum(Inputs(**feeds), state)
+        made, kept = node(feeds, output)
+        for row, count in enumerate(feeds["new_tokens"].tolist()):
+            assert not count or max(apart(x[row, :count], right[row, :count]) for x in (output, made)) <= bound
             assert not output[row, count:].any() and not made[row, count:].any()
         assert (kept - state).abs().max() <= bound
-        past = past + new
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -1,7 +1,5 @@
 """The function body of still::Attention against the definition: outputs and every state tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,17 +57,18 @@ def test_body_equals_definition(layer: Layer, in_place: bool) -> None:
     check(layer, SPLITS if layer.rows < 100 else [130, 1, 1, [60, 7], [1, 0], 90], in_place=in_place)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision(dtype: torch.dtype) -> None:
-    check(Layer(), dtype=dtype, in_place=True)
-
-
-def test_logits_far_apart() -> None:
-    check(Layer(), sharpness=30.0)
-
-
-def test_newer_opset() -> None:
-    check(Layer(), opset=24)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16, "in_place": True},
+        {"dtype": torch.bfloat16, "in_place": True},
+        {"sharpness": 30.0},
+        {"opset": 24},
+    ],
+    ids=str,
+)
+def test_half_precision_logits_far_apart_and_a_newer_opset(options: dict[str, Any]) -> None:
+    check(Layer(), **options)
 
 
 def test_what_is_not_filled_is_not_read() -> None:

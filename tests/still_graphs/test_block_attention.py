@@ -1,7 +1,5 @@
 """The function bodies of still::SelectBlocks and still::BlockAttention against the formulas: outputs and every state tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function body of still::CausalConv against a loop: outputs and states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

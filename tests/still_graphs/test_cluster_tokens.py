@@ -1,7 +1,5 @@
 """still::ClusterTokens, definition and function body, against a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +11,7 @@ from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_kernels.cluster_tokens.meaning import Inputs, cluster_tokens
 from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
 from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_graphs.pieces import counts_of
 from tests.still_kernels.block_attention.inputs import SPLITS
 
 HEADS, CLUSTERS, ROWS = 3, 5, 300
@@ -28,7 +27,7 @@ def looped(cluster: Tensor, window: int) -> list[list[list[int]]]:
 
 def calls(window: int) -> Iterator[tuple[Inputs, list[list[list[list[int]]]]]]:
     """Calls of two sequences with a number of no cluster where there is no token, and what each token of theirs reads."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    counts = counts_of(SPLITS)
     tokens = int(counts.sum(0).max())
     x = torch.randint(0, CLUSTERS, (2, tokens, HEADS), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     expected = [looped(x[row], window) for row in range(2)]

@@ -1,7 +1,5 @@
 """The function body of still::DenseMatMul with codes in e4m3, against products in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Definitions and function bodies of still::Route and still::Experts; ONNX Runtime's MoE with and without its guard."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

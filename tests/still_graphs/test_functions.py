@@ -1,7 +1,5 @@
 """The function body of still::HybridAttention against the stateful PyTorch form: outputs and every state tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,34 +142,44 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_body_equals_stateful_form(knobs: dict[str, Any]) -> None:
-    check(config(**knobs))
+FOLDING = [*SPLITS, 37, [20, 3], 1, 1, 1, 1, 1]
+CASES: list[tuple[dict[str, Any], list[int | list[int]], dict[str, Any]]] = [
+    *((knobs, SPLITS, {}) for knobs in KNOBS),
+    (
+        {"feature_map": "identity"},
+        SPLITS,
+        {},
+    ),  # positive inputs: with features of both signs the denominator may come close to 0
+    *(
+        ({"overflow": "fold_oldest", "capacity_tokens": 20, **knobs}, FOLDING, {"in_place": True})
+        for knobs in (
+            {},
+            {"select_scope": "kv_group_mean"},
+            {"local": "sliding"},
+            {"capacity_tokens": 8},
+            {"cache": "int8"},
+        )
+    ),
+    *(({}, SPLITS, {"dtype": dtype}) for dtype in (torch.float16, torch.bfloat16)),
+    ({}, SPLITS, {"in_place": True}),
+    ({"capacity_tokens": 8}, [3, 1, 1, 2, 1], {}),  # a cache without slots
+    (
+        {"chunk_size": 64, "salient_per_chunk": 4, "head_dim": 16, "capacity_tokens": 1000},
+        [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200],
+        {"in_place": True, "opset": 24},
+    ),
+]
 
 
-def test_identity_features() -> None:
-    # Positive inputs: with features of both signs the denominator may come close to 0.
-    check(config(feature_map="identity"))
+@pytest.mark.parametrize("knobs, splits, options", CASES, ids=str)
+def test_body_equals_stateful_form(
+    knobs: dict[str, Any], splits: list[int | list[int]], options: dict[str, Any]
+) -> None:
+    check(config(**knobs), splits, **options)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"capacity_tokens": 20},
-        {"capacity_tokens": 20, "select_scope": "kv_group_mean"},
-        {"capacity_tokens": 20, "local": "sliding"},
-        {"capacity_tokens": 8},
-        {"capacity_tokens": 20, "cache": "int8"},
-    ],
-    ids=str,
-)
-def test_overflow(knobs: dict[str, Any]) -> None:
-    check(config(overflow="fold_oldest", **knobs), [*SPLITS, 37, [20, 3], 1, 1, 1, 1, 1], in_place=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision(dtype: torch.dtype) -> None:
-    check(config(), dtype=dtype)
+def test_states_may_be_in_place() -> None:
+    assert all(s.in_place for s in HYBRID_ATTENTION.states)
 
 
 def test_logits_far_apart() -> None:
@@ -181,20 +189,6 @@ def test_logits_far_apart() -> None:
         found = runner(feeds)
         for name, tensor in found.items():
             close(tensor, expected[name], REFERENCE[torch.float32], f"{name} after {split}")
-
-
-def test_states_in_place() -> None:
-    assert all(s.in_place for s in HYBRID_ATTENTION.states)
-    check(config(), in_place=True)
-
-
-def test_cache_without_slots() -> None:
-    check(config(capacity_tokens=8), [3, 1, 1, 2, 1])
-
-
-def test_default_geometry_over_chunk_boundaries() -> None:
-    c = config(chunk_size=64, salient_per_chunk=4, head_dim=16, capacity_tokens=1000)
-    check(c, [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200], in_place=True, opset=24)
 
 
 def test_steps_of_many_layers_share_their_indices(tmp_path: Any) -> None:
@@ -211,22 +205,33 @@ def test_steps_of_many_layers_share_their_indices(tmp_path: Any) -> None:
     assert len(short.node) <= 60
 
 
-def test_different_nodes_get_functions_of_their_own() -> None:
+def two_kinds_of_nodes() -> onnx.ModelProto:
+    """Two nodes of other attributes."""
     model = node_model(config(), torch.float32, 2)
     del model.functions[:]
     for attribute in model.graph.node[1].attribute:
         if attribute.name == "mix_epsilon":
             attribute.f = 0.25
     assert attach_functions(model) == 2
+    return model
+
+
+def filled(session: Any, tokens: int = 3) -> dict[str, np.ndarray]:
+    """A call of one sequence: ones, and states of zeros."""
+    sizes, feeds = {"B": 1, "T": tokens, "N": 4}, {}
+    for info in session.get_inputs():
+        kind = np.int64 if "int64" in info.type else np.float32
+        feeds[info.name] = np.full([sizes.get(d, d) for d in info.shape], not info.name.startswith("past_"), kind)
+    feeds["new_tokens"][:] = tokens
+    return feeds
+
+
+def test_different_nodes_get_functions_of_their_own() -> None:
+    model = two_kinds_of_nodes()
     assert [n.overload for n in model.graph.node] == ["", "1"]
     onnx.checker.check_model(model)
-    feeds = {}
-    for info in session(model).get_inputs():
-        shape = [{"B": 1, "T": 3, "N": 4}.get(d, d) for d in info.shape]
-        feeds[info.name] = np.ones(shape, np.int64 if "int64" in info.type else np.float32)
-    feeds["new_tokens"][:], feeds["past_length"][:] = 3, 0
-    feeds = {n: v * 0 if n.startswith("past_") else v for n, v in feeds.items()}
-    first, second = session(model).run(["output.0", "output.1"], feeds)
+    runner = session(model)
+    first, second = runner.run(["output.0", "output.1"], filled(runner))
     # All values are 1: the mix is 1 but for epsilon in the denominator.
     assert first[0, 0, 0, 0] == pytest.approx(1.0, abs=1e-5)
     assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)

@@ -1,7 +1,5 @@
 """The body of still::GatherNBits: the rows that the gguf package reads of a file, to the last bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """still::KeptAttention, definition and function body, against a loop in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """still::LandmarkAttention, definition and function body, against a loop in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from still_kernels.attention.meaning import AttentionState
 from still_kernels.landmark_attention.meaning import Inputs, landmark_attention
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 from tests.still_graphs.node_model import node_model
-from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
+from tests.still_graphs.pieces import check_definition_and_body, drawn, pieces
 from tests.still_kernels.attention.inputs import Layer
 from tests.still_kernels.block_attention.inputs import SPLITS
 
@@ -86,10 +84,8 @@ def calls(
     dtype: torch.dtype = torch.float32, size: int = SIZE, top: int = 0
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences, lengths before them, outputs."""
-    counts = counts_of(SHORT if top else SPLITS)
-    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": LAYER.heads, "key": LAYER.kv_heads, "value": LAYER.kv_heads}
-    x = {n: torch.randn(2, tokens, h, LAYER.dim, generator=generator).to(dtype) for n, h in heads.items()}
+    x, counts = drawn(heads, LAYER.dim, SHORT if top else SPLITS, dtype)
     wide = [{n: t[row].double() for n, t in x.items()} for row in range(2)]
     expected = [retrieved(each, size, top) if top else looped(each, size) for each in wide]
     for feeds, past, output in pieces(x, expected, counts):

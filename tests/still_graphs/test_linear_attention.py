@@ -1,7 +1,5 @@
 """The function body of still::LinearAttention against a loop in float64: outputs and states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

@@ -1,7 +1,5 @@
 """still::LocalLinearAttention, definition and function body, against its formulas in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

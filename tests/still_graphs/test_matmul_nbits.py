@@ -1,7 +1,5 @@
 """The function body of still::MatMulNBits against products in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import onnx

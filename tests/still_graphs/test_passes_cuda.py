@@ -1,7 +1,5 @@
 """Passes for packages with kernels of the GPU: the same numbers by fewer nodes, and what others read stays."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Passes that let products sum in float32, and join them with what is around them: the same results by fewer nodes."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Passes around low-bit products: the gate between two of them, and the first norm of a model; the same numbers by one node each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pass that joins the sum of a product with its norm: the same numbers by one node, and what is no such sum stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pass that joins a split, rotations and a gate: the same numbers by one node, and what others read stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pass that joins the rounding of keys and values to caches in 8 bits: the same numbers by one node, and what is another stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

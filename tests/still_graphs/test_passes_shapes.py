@@ -1,7 +1,5 @@
 """Passes that rewrite shapes: constants in the place of computed ones, heads side by side at the plugin."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

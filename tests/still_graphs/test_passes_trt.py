@@ -1,7 +1,5 @@
 """Passes for TensorRT and TensorRT-RTX: each keeps the meaning, and leaves nothing that the target does not read."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """The matcher: it finds a pattern however it is written down, refuses what is nearly one, and leaves a graph that runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines as wholes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import onnx

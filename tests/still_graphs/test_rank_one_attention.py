@@ -1,7 +1,5 @@
 """still::RankOneAttention, chunks and function body, against a loop in float64: outputs, states, padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

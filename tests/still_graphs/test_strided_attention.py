@@ -1,7 +1,5 @@
 """still::StridedAttention, definition and function body, against a loop in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from still_kernels.attention.meaning import AttentionState
 from still_kernels.strided_attention.meaning import Inputs, strided_attention
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 from tests.still_graphs.node_model import node_model
-from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
+from tests.still_graphs.pieces import check_definition_and_body, drawn, pieces
 from tests.still_kernels.attention.inputs import Layer
 from tests.still_kernels.block_attention.inputs import SPLITS
 
@@ -37,10 +35,8 @@ def looped(x: dict[str, Tensor], size: int) -> Tensor:
 
 def calls(dtype: torch.dtype = torch.float32, size: int = SIZE) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences, lengths before them, outputs."""
-    counts = counts_of(SPLITS)
-    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": LAYER.heads, "key": LAYER.kv_heads, "value": LAYER.kv_heads}
-    x = {n: torch.randn(2, tokens, h, LAYER.dim, generator=generator).to(dtype) for n, h in heads.items()}
+    x, counts = drawn(heads, LAYER.dim, SPLITS, dtype)
     expected = [looped({n: t[row].double() for n, t in x.items()}, size) for row in range(2)]
     for feeds, past, output in pieces(x, expected, counts):
         yield Inputs(**feeds, row_tokens=size), past, output

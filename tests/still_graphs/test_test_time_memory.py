@@ -1,7 +1,5 @@
 """still::TestTimeMemory, definition and function body, against autograd and singular values in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

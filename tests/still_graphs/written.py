@@ -1,7 +1,5 @@
 """Small graphs as exports write them, which passes are to change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

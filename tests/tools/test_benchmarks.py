@@ -1,7 +1,5 @@
 """What benchmarks share: turns, blocks, the figures of times, records; and each benchmark explains itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Which tests a change reaches, and why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What tools.benchmarks.drift measures: nothing where both sides are float64, more with more tokens, least where chunks are added."""
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

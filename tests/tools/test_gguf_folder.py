@@ -1,7 +1,5 @@
 """A GGUF file becomes the folder that genai's builder reads, which is the same model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark's arithmetic and its refusal; the timing itself needs a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tuner: what it tries, what it refuses to time, its output; in Triton's interpreter. Times need a GPU."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

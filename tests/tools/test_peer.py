@@ -1,7 +1,5 @@
 """The base model in another runtime: rows for `bench --beside`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from tools.benchmarks import peer
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A tiny model."""
     folder = tmp_path / "BASE"
     make_base(folder, max_position_embeddings=512)
     byte_tokenizer().save_pretrained(folder)

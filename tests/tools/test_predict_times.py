@@ -1,7 +1,5 @@
 """The arithmetic of tools/predict_times.py, and that the notebook's table is of its calls; what it compiles is left out."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

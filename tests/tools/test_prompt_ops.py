@@ -1,7 +1,5 @@
 """What tools.benchmarks.prompt_ops says of a run: shares of the processor's time, layers alone, products of attention at their rate."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import SimpleNamespace

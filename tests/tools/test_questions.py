@@ -1,7 +1,5 @@
 """Questions that are asked in a chat: unseen facts, code, how answers end."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sources of random weights: files that safetensors reads, sparse ones with holes, shards that the index names."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

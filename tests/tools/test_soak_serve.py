@@ -1,7 +1,5 @@
 """What tools/soak_serve.py counts as a near tie."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -57,7 +55,7 @@ def test_a_sampled_token_near_the_end_of_its_share(soak: ModuleType) -> None:
 
     class Model:
         @property
-        def runner(self) -> Model:
+        def runner(self) -> "Model":
             return self
 
         def start(self) -> None: ...

@@ -1,7 +1,5 @@
 """tools/benchmarks/torch_generate.py: runs on a CPU with tiny sizes, and refuses to time a static cache that gives other tokens."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Chats and public texts for training, on small things, without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -19,7 +17,6 @@ from tools import fetch_texts, write_chats
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that chats."""
     folder = tmp_path_factory.mktemp("base") / "BASE"
     make_base(folder, max_position_embeddings=512)
     tokenizer = byte_tokenizer()
@@ -48,7 +45,6 @@ def test_write_chats_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def source(files: dict[str, bytes]) -> bytes:
-    """A source distribution."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as tar:
         for name, data in files.items():

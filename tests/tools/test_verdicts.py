@@ -1,7 +1,5 @@
 """The newest verdicts: one row a target, machine, subject and type; which are old, and why."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A command that says nothing for long."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

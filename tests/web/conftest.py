@@ -1,7 +1,5 @@
 """A browser, the built page, and a tiny package with recorded calls, on a server of plain files."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading
@@ -48,13 +46,11 @@ class Visit:
         )
 
     def log(self) -> list[str]:
-        """Lines of the conversation, without the marks of answers that were cut."""
         return list(self.tab.evaluate("[...document.querySelectorAll('#log > :not(.cut)')].map(line => line.said)"))
 
 
 @pytest.fixture(scope="session")
 def dist() -> Path:
-    """The npm package, built."""
     if shutil.which("node") is None or not (WEB / "node_modules" / "axe-core").is_dir():
         pytest.skip("needs Node.js and, in the folder web, npm install --ignore-scripts")
     subprocess.run(["node", "build.mjs"], cwd=WEB, check=True)
@@ -98,8 +94,6 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Without a log."""
-
     def log_message(self, *_: Any) -> None:
         """Nothing."""
 

@@ -1,7 +1,5 @@
 """The page in a real browser: it answers as `run` does, proves itself, sees a fault, needs no mouse and no network."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,6 @@ def quiet(visit: Visit) -> None:
 
 
 def say(visit: Visit, message: str) -> str:
-    """Type a message; what is answered."""
     visit.tab.fill("#message", message)
     visit.tab.keyboard.press("Enter")
     visit.status("Ready.", 180)
@@ -59,7 +56,6 @@ def undisturbed(browser: Any, url: str) -> list[str]:
 
 
 def drop(visit: Visit, path: Path) -> None:
-    """Let a file or a folder of this machine fall onto the page."""
     devices = visit.tab.context.new_cdp_session(visit.tab)
     data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
     for kind in ("dragEnter", "dragOver", "drop"):

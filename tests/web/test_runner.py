@@ -1,7 +1,5 @@
 """The npm package in Node: the same tokens as `run`, greedy and drawn, a snapshot of its own, and PyTorch's recorded calls."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -29,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 
 def answered(package: Path, **asked: Any) -> dict[str, Any]:
-    """What run.mjs says."""
     command = ["node", str(WEB / "run.mjs"), str(package), json.dumps(asked)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)  # type: ignore[no-any-return]
 

@@ -1,7 +1,5 @@
 """The same page from `still-export serve`: a chat over its API, and the key where it asks for one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building engines: TensorRT-RTX for real, which needs no GPU; the checks around TensorRT with a stand-in for its module."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types

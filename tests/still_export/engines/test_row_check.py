@@ -1,7 +1,5 @@
 """Engines whose rows are not what they are alone are found, and a build leaves none behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

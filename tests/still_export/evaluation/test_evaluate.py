@@ -1,7 +1,5 @@
 """Evaluation: numbers that can be computed by hand, variants that switch off what they say, files that are written."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a machine shows of a package, and the record of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The repository's own model: it finds facts in 4096 tokens through ONNX Runtime, by its salient tokens."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
@@ -238,15 +236,7 @@ def test_lm_eval_measures_packages_and_models(kind: str, package: Path, tmp_path
         "metric_list": [{"metric": "acc"}],
     }
     (tmp_path / "local.yaml").write_text(json.dumps(task))
-    command = [
-        sys.executable,
-        "-m",
-        "still_export.evaluation.harness",
-        "run",
-        "--model",
-        kind,
-        "--model_args",
-    ]
+    command = [sys.executable, "-m", "still_export.evaluation.harness", "run", "--model", kind, "--model_args"]
     named = f"package={package},threads=1" if kind == "still-export" else f"model={SMALL},dtype=float32"
     command += [named, "--device", "cpu", "--tasks", "local", "--include_path", str(tmp_path), "--log_samples"]
     done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)

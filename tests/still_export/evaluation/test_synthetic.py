@@ -1,7 +1,5 @@
 """RULER's tasks and BABILong's: prompts are whole, a reader of the text alone finds the answers, wrong answers do not count."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -45,7 +43,6 @@ def variables(text: str) -> list[str]:
 
 
 def frequent(count: int) -> Callable[[str], list[str]]:
-    """The most frequent words above the question."""
     return lambda text: [w for w, _ in Counter(re.findall(r"\w+", text.rpartition("\n")[0])).most_common(count)]
 
 

@@ -1,7 +1,5 @@
 """Trained models whose task is exact, one a state rule: a package answers every query, and does not with a state that is spoilt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`still-export inspect` of a model's files: what was understood, in few lines, without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

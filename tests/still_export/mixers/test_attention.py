@@ -1,7 +1,5 @@
 """StillAttention: initial parameters, LoLCATs' form, and its op as compilers see it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

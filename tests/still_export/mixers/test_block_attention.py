@@ -1,7 +1,5 @@
 """Softmax layers that read chosen blocks, without training: against softmax, against the formulas, in pieces, as a package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """generate() and the cache: batches of unequal prompts, growth, capacity, refused operations."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Where GLA and Gated DeltaNet start: a teacher that is such a layer is found again, part by part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

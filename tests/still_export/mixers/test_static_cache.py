@@ -1,7 +1,5 @@
 """The static cache: the tokens of the dynamic one, in one graph that asks the host nothing; and what a step costs the host in eager."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What is asked of a family whose definition stands in the tests: one token after the other, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

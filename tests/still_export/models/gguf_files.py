@@ -1,7 +1,5 @@
 """GGUF files of models, written by the gguf package from what the format and llama.cpp say of each architecture."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -294,16 +292,13 @@ def _rwkv7(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the converter takes apart."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("in_proj_qkvz.weight"):
             groups, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
             value = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
             q, k, v, z = tensor.unflatten(0, (groups, -1)).split([key, key, value, value], dim=1)
-            found[name.replace("qkvz", "qkv")] = (
-                torch.cat([q, k, v]).flatten(0, 1) if False else torch.cat([part.flatten(0, 1) for part in (q, k, v)])
-            )
+            found[name.replace("qkvz", "qkv")] = torch.cat([part.flatten(0, 1) for part in (q, k, v)])
             found[name.replace("qkvz", "z")] = z.flatten(0, 1)
         elif name.endswith(("shared_mlp.input_linear.weight", "block_sparse_moe.input_linear.weight")):
             gate, up = tensor.chunk(2, dim=-2)
@@ -327,7 +322,6 @@ def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts in one tensor."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -356,7 +350,6 @@ def _tiled(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
 
 
 def _multiplied(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
-    """Falcon-H1's factors."""
     into = config["attention_in_multiplier"]
     factors = {
         "down_proj": config["mlp_multipliers"][1],

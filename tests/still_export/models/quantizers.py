@@ -1,7 +1,5 @@
 """Folders quantized by the libraries that publish them, and the weights that the libraries read back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.still_export.files import edit_json
 from tests.still_export.training import make_base
 
 ALONE = "model.layers.1.self_attn.o_proj"
@@ -39,7 +38,6 @@ class Made:
 
 
 def make_small(folder: Path) -> Path:
-    """The small model that the libraries quantize."""
     sizes = dict(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
     return make_base(folder, num_hidden_layers=2, **sizes)
 
@@ -56,8 +54,7 @@ def write(
             del file[name]
             file |= {f"{module}.{part}": tensor.contiguous() for part, tensor in found.items()}
     save_file(file, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    edit_json(folder / "config.json", quantization_config=said)
 
 
 def compressed(*formats: tuple[str, str, dict[str, Any]]) -> Maker:
@@ -141,7 +138,6 @@ def gptqmodel(**how: Any) -> Maker:
 
 
 def awq_weights(file: dict[str, Tensor]) -> Any:
-    """Weights of AWQ's layers by GPTQModel's kernels' own way."""
     packing = pytest.importorskip("gptqmodel.quantization.awq.utils.packing_utils")
     for name in [name.removesuffix(".qweight") for name in file if name.endswith(".qweight")]:
         scales = file[f"{name}.scales"].float()

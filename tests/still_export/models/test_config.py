@@ -1,7 +1,5 @@
 """StillConfig: validation, JSON, layers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

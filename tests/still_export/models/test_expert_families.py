@@ -1,7 +1,5 @@
 """Families with experts against transformers' own classes in float64: whole, in pieces, padded; published names; what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
@@ -23,6 +21,7 @@ from still_export.models.read.checkpoint import open_tensors
 from still_export.models.read.roles import weight_roles
 from still_export.models.read.weights import Deferred, value_of
 from tests.still_export.expert_models import SPARSE, expert_model
+from tests.still_export.files import edit_json, edit_tensors, read_json
 from tests.still_export.models.test_linear_families import LOGITS, PIECES, far, ids, pieces
 from tests.still_export.tiny import behind_padding
 
@@ -161,8 +160,7 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
 )
 def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     expert_model(name).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    edit_json(tmp_path / "config.json", **changes)
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         load_model(tmp_path)
 
@@ -173,12 +171,6 @@ def test_an_activation_that_is_not_covered_is_refused() -> None:
         Stacked(base)
     with pytest.raises(UnsupportedModelError, match="Linear is no router that is covered: Qwen3_5MoeTopKRouter, "):
         Router(torch.nn.Linear(3, 4), None)
-
-
-def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -200,7 +192,7 @@ def change_file(folder: Path, change: Callable[[dict[str, torch.Tensor]], None])
 )
 def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     expert_model("qwen3_5_moe").save_pretrained(tmp_path)
-    change_file(tmp_path, change)
+    edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
 
@@ -210,7 +202,7 @@ def test_concatenated_experts_and_the_text_of_a_model_that_sees_images(tmp_path:
     theirs = expert_model("qwen3_5_moe")
     theirs.save_pretrained(tmp_path)
     expected = load_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
     named = {n.replace("model.", "model.language_model.", 1): x for n, x in theirs.state_dict().items()}
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in named
@@ -260,7 +252,7 @@ _FIELDS = (
 def test_configurations_of_remote_code_are_read_without_running_it(family: str, tmp_path: Path) -> None:
     expert_model(family).save_pretrained(tmp_path)
     expected = open_source(tmp_path).config
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     kept = {name: value for name, value in config.items() if name not in _FIELDS}
     (tmp_path / "config.json").write_text(json.dumps({**kept, **PUBLISHED[family]}))
     for name in ("configuration_kimi", "configuration_nemotron_h", "modeling_kimi"):
@@ -275,16 +267,14 @@ def test_layers_that_guess_tokens_ahead_are_left_out_and_said(tmp_path: Path) ->
     """Ling has them behind the others, as further layers."""
     expert_model("bailing_hybrid").save_pretrained(tmp_path)
     expected = load_model(tmp_path)
-    change_file(
-        tmp_path,
-        lambda t: t.update({n.replace(".2.", ".3."): x.clone() for n, x in t.items() if ".layers.2.input" in n}),
+    edit_tensors(
+        tmp_path, lambda t: t.update({n.replace(".2.", ".3."): x.clone() for n, x in t.items() if ".2.input" in n})
     )
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1}))
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1, num_mtp_layers=1)
     source = open_source(tmp_path)
     assert source.left_out() == "1 tensors of layers that guess tokens ahead"
     assert all(torch.equal(a, b) for a, b in zip(source.read().parameters(), expected.parameters(), strict=True))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=0, num_mtp_layers=0)
     with pytest.raises(CheckpointError, match="num_hidden_layers=3, the weights have 4 layers"):
         open_source(tmp_path)
 

@@ -1,7 +1,5 @@
 """A family is a file, or a few kindred ones are; its first line says what its layers are."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable
@@ -48,7 +46,6 @@ def test_the_first_line_says_the_layers(family: object) -> None:
 
 
 def test_what_is_not_said_is_found() -> None:
-    """The test above can fail."""
     assert unsaid(
         "Kimi: softmax attention to latents.\n\ngated delta rule", ["gated_delta_net", "latent_attention"]
     ) == ["gated_delta_net"]

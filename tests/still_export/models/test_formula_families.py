@@ -1,8 +1,6 @@
 """HypeNet, Zebra-Llama, RADLADS' models and Mamba-in-Llama against their formulas in float64: whole, in pieces, steps, ragged rows; as
 packages; what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA pairs of projections that a checkpoint holds as one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files of every architecture are the models that they were made of, and what a file has that nothing reads is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,6 @@ FAMILIES = [name for name in ARCHITECTURES if name not in APART]
 
 
 def made(family: str) -> Any:
-    """A random model."""
     changes = CHANGES.get(family, {})
     if family_of(family).linear:
         model = linear_model(family, **changes)

@@ -1,7 +1,5 @@
 """GGUF files that claim more than they have, or lists without end."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

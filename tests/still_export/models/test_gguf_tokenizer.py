@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files give the ids of the tokenizers that they were made of, which transformers' own classes are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

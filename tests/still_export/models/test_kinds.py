@@ -1,7 +1,5 @@
 """Kinds of checkpoints: each is recognised by what its files hold, and another one is a record in the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

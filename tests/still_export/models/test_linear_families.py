@@ -1,7 +1,5 @@
 """Linear families against transformers' own classes: one forward in float64 without a cache, whole and in pieces; what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache
@@ -24,6 +22,7 @@ from still_export.models.load import load_model
 from still_export.models.read.roles import weight_roles
 from still_export.systems.nats_l.family import NATS
 from tests.docs.pages import ROOT
+from tests.still_export.files import edit_json, read_json
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.routed_models import RoutedModel
@@ -48,7 +47,6 @@ def calm(family: str) -> tuple[int, torch.Tensor]:
 
 
 def calm_seed(family: str) -> int:
-    """The seed alone."""
     return calm(family)[0]
 
 
@@ -353,7 +351,7 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
     """Qwen3.5 as it is published: the language model is a part, beside images and heads that guess ahead."""
     linear_model("qwen3_5_text").save_pretrained(tmp_path)
     expected = load_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config}))
     tensors = load_file(tmp_path / "model.safetensors")
     named = {n.replace("model.", "model.language_model.", 1): x for n, x in tensors.items()}
@@ -378,9 +376,7 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "minimax", "routing_transformer", "granitemoehybrid"])
 def test_heads_of_an_odd_size_are_not_turned(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    changed = {"num_attention_heads": 8, "position_embedding_type": "rope"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    edit_json(tmp_path / "config.json", num_attention_heads=8, position_embedding_type="rope")
     with pytest.raises(UnsupportedModelError, match=r"num_attention_heads=8 .*: heads of 3 channels"):
         load_model(tmp_path)
 

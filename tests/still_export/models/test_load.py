@@ -1,7 +1,5 @@
 """load_model: every kind of checkpoint it reads, every fault it names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -29,6 +27,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import Deployment
 from still_export.models.load import load_model, load_tokenizer
 from still_export.models.read import unpickle
+from tests.still_export.files import edit_json, edit_tensors, read_json, write_adapter
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
@@ -40,17 +39,6 @@ def save_plain(folder: Path, family: str = "llama", **changes: Any) -> Any:
     model = plain_model(family, torch.float32, **changes)
     model.save_pretrained(folder)
     return model
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, change: Any) -> None:
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def test_plain_model_wants_to_be_asked(tmp_path: Path) -> None:
@@ -145,11 +133,8 @@ def test_released_names_with_a_head_missing(tmp_path: Path) -> None:
 
 def test_an_adapter_that_brings_no_attention_is_named(tmp_path: Path) -> None:
     save_plain(tmp_path / "base")
-    (tmp_path / "adapter").mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    tensors = {name.format("A"): torch.ones(2, 24), name.format("B"): torch.ones(60, 2)}
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 16, "r": 2}))
+    write_adapter(tmp_path / "adapter", {name.format("A"): torch.ones(2, 24), name.format("B"): torch.ones(60, 2)})
     with pytest.raises(NotLinearizedError, match=r"adapter_config\.json of .*adapter has no still_config"):
         load_model(tmp_path / "base", overlays=[tmp_path / "adapter"])
 
@@ -169,13 +154,12 @@ def test_lolcats_overlays(tmp_path: Path) -> None:
         distilled[f"{module}.window_factors"] = normal(1, 6, 1, 1)
         lora[f"base_model.model.{module}.q_proj.lora_A.default.weight"] = normal(2, 24)
         lora[f"base_model.model.{module}.q_proj.lora_B.default.weight"] = normal(60, 2)
-    (tmp_path / "adapter").mkdir()
     save_file(distilled, tmp_path / "maps.safetensors")
-    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
-    overlays = [tmp_path / "maps.safetensors", tmp_path / "adapter"]
+    overlays = [tmp_path / "maps.safetensors", write_adapter(tmp_path / "adapter", lora, lora_alpha=16)]
+    config = (tmp_path / "adapter" / "adapter_config.json").rename(tmp_path / "kept.json")
     with pytest.raises(CheckpointError, match=r"lora_alpha and r"):
         load_model(tmp_path / "base", overlays=overlays)
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 16, "r": 2}))
+    config.rename(tmp_path / "adapter" / "adapter_config.json")
     model = load_model(tmp_path / "base", overlays=overlays)
     still = model.config.still
     assert (still.feature_map, still.gate, still.salient_per_chunk, still.feature_dim) == ("softmax_pm", "none", 0, 7)
@@ -229,9 +213,7 @@ def test_lora_of_another_model(tmp_path: Path) -> None:
     still_model("llama", torch.float32).save_pretrained(tmp_path / "m")
     module = "model.layers.0.self_attn.q_proj"
     pair = {f"{module}.lora_A.weight": torch.ones(2, 24), f"{module}.lora_B.weight": torch.ones(59, 2)}
-    (tmp_path / "a").mkdir()
-    save_file(pair, tmp_path / "a" / "adapter_model.safetensors")
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 4, "r": 2}))
+    write_adapter(tmp_path / "a", pair)
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: .*\[59, 24\].*\[60, 24\]"):
         load_model(tmp_path / "m", overlays=[tmp_path / "a"])
 
@@ -240,12 +222,9 @@ def test_lora_of_another_model(tmp_path: Path) -> None:
 def test_a_trained_embedding_unties_the_head(tied: bool, tmp_path: Path) -> None:
     """PEFT trains a copy of the embedding (modules_to_save): the head of a tied model stays what it was."""
     plain_model("llama", torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path / "m")
-    embedding = torch.randn(61, 24)
-    (tmp_path / "a").mkdir()
-    save_file({"base_model.model.model.embed_tokens.weight": embedding}, tmp_path / "a" / "adapter_model.safetensors")
-    config = {"lora_alpha": 4, "r": 2, "modules_to_save": ["embed_tokens"]}
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
-    given: dict[str, Any] = {"attach_untrained": True, "overlays": [tmp_path / "a"]}
+    trained = {"base_model.model.model.embed_tokens.weight": torch.randn(61, 24)}
+    (embedding,), overlay = trained.values(), write_adapter(tmp_path / "a", trained, modules_to_save=["embed_tokens"])
+    given: dict[str, Any] = {"attach_untrained": True, "overlays": [overlay]}
     if tied:
         with pytest.raises(UnsupportedModelError, match="ties its head"):
             load_model(tmp_path / "m", **given)
@@ -255,9 +234,8 @@ def test_a_trained_embedding_unties_the_head(tied: bool, tmp_path: Path) -> None
 
 def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Path) -> None:
     still_model("llama", torch.float32).save_pretrained(tmp_path / "m")
-    config = json.loads((tmp_path / "m/config.json").read_text())
-    config["still_config"]["window_factors"] = [[1.0]] * config["num_hidden_layers"]
-    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    path = tmp_path / "m/config.json"
+    edit_json(path, still_config=read_json(path)["still_config"] | {"window_factors": [[1.0]] * 3})
     with pytest.raises(ConfigError, match=r"config.json of .*: window_factor has 1 values"):
         load_model(tmp_path / "m")
 
@@ -400,13 +378,11 @@ def test_still_folder_faults(tmp_path: Path) -> None:
         load_model(tmp_path, attach_untrained=True)
     with pytest.raises(ConfigError, match="dtype='int4'"):
         load_model(tmp_path, dtype="int4")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["still_config"]["chunk_sise"] = 3
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = read_json(tmp_path / "config.json").pop("still_config")
+    edit_json(tmp_path / "config.json", still_config=said | {"chunk_sise": 3})
     with pytest.raises(ConfigError, match="chunk_size"):
         load_model(tmp_path)
-    del config["still_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", still_config=None)
     with pytest.raises(ConfigError, match="no still_config"):
         load_model(tmp_path)
 
@@ -426,10 +402,8 @@ def test_values_beyond_float16_after_a_conversion(tmp_path: Path) -> None:
         f"{module}.lora_A.weight": torch.full((2, 24), 100.0),
         f"{module}.lora_B.weight": torch.full((60, 2), 400.0),
     }
-    (tmp_path / "adapter").mkdir()
-    save_file(lora, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2, "r": 2}))
-    given: dict[str, Any] = {"attach_untrained": True, "overlays": [tmp_path / "adapter"]}
+    overlay = write_adapter(tmp_path / "adapter", lora, lora_alpha=2)
+    given: dict[str, Any] = {"attach_untrained": True, "overlays": [overlay]}
     load_model(tmp_path / "base", **given)
     with pytest.raises(
         CheckpointError, match=rf"{module}.weight with its LoRA pair merged has the value 8000\d.*65504.*bfloat16"
@@ -475,7 +449,6 @@ def test_hub_failure_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert load_model("someone/some-model", attach_untrained=True).config.model_type == "still_llama"
 
 
-@needs_stories
 def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
     """Of some families transformers makes one for a folder that has no file of it."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}', encoding="utf-8")
@@ -483,6 +456,7 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@needs_stories
 def test_tokenizer_travels(tmp_path: Path) -> None:
     shutil.copytree(STORIES, tmp_path / "m")
     tokenizer = load_tokenizer(tmp_path / "m")

@@ -1,7 +1,5 @@
 """Trained RWKV models of rwkv.cpp (MIT), whose logits are another implementation's; skipped where ../shared is not."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -3,8 +3,6 @@
 The number of experts is what is smaller: with all of them a layer in float64 takes 6 to 12 GB. MiniMax and Jamba have narrower experts too.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

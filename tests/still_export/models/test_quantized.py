@@ -1,7 +1,5 @@
 """Quantized checkpoints of others: their weights to the last bit, and their codes in the graph."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +21,8 @@ from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
-from tests.still_export.training import make_base
+from tests.still_export.files import edit_json, edit_tensors, read_json
+from tests.still_export.models import quantizers
 
 BITS, GROUP = 4, 32
 Maker = Callable[[str, Tensor, dict[str, Tensor]], Tensor]
@@ -82,68 +80,24 @@ def awq(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
     return value
 
 
-def packed(symmetric: bool) -> Maker:
-    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
-        codes, scales, zero, value = grouped(weight, BITS, symmetric, np.arange(weight.shape[1]) // GROUP)
-        file[f"{module}.weight_packed"] = words(codes)
-        file[f"{module}.weight_scale"] = torch.from_numpy(scales)
-        file[f"{module}.weight_shape"] = torch.tensor(weight.shape)
-        if not symmetric:
-            file[f"{module}.weight_zero_point"] = words(zero.T).t().contiguous()
-        return value
-
-    return make
-
-
-def integers(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
-    codes, scales, _, value = grouped(weight, 8, True, np.zeros(weight.shape[1], np.int64))
-    file[f"{module}.weight"] = torch.from_numpy((codes - 128).astype(np.int8))
-    file[f"{module}.weight_scale"] = torch.from_numpy(scales)
-    return value
-
-
-def float8(block: tuple[int, int] | None) -> Maker:
-    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
-        narrow = (weight * 100).to(torch.float8_e4m3fn)
-        file[f"{module}.weight"] = narrow
-        high, wide = block or (1, weight.shape[1])
-        shape = (-(-weight.shape[0] // high), -(-weight.shape[1] // wide))
-        scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.01 + 1e-3
-        file[f"{module}.weight_scale_inv" if block else f"{module}.weight_scale"] = scales
-        value = narrow.float()
-        for i in range(shape[0]):
-            for j in range(shape[1]):
-                value[i * high : (i + 1) * high, j * wide : (j + 1) * wide] *= scales[i, j]
-        return value
-
-    return make
-
-
-FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
-    "gptq": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}, True),
-    "gptq symmetric": (gptq(symmetric=True), {"quant_method": "gptq", "bits": 4, "sym": True}, True),
-    "gptq v2": (
-        gptq(format_2=True),
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        True,
-    ),
-    "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, True),
-    "gptq 2 bits": (gptq(2), {"quant_method": "gptq", "bits": 2}, True),
-    "gptq of other bits here": (gptq(8), {"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, False),
-    "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}, False),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}, True),
-    "packed": (packed(False), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
-    "packed symmetric": (packed(True), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
-    "int8": (integers, {"quant_method": "compressed-tensors", "format": "int-quantized"}, False),
-    "fp8": (float8((32, 16)), {"quant_method": "fp8", "weight_block_size": [32, 16]}, False),
-    "fp8 channels": (float8(None), {"quant_method": "compressed-tensors", "format": "float-quantized"}, False),
+FORMS: dict[str, tuple[Maker, dict[str, Any]]] = {
+    "gptq": (gptq(), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False}),
+    "gptq symmetric": (gptq(symmetric=True), {"quant_method": "gptq", "bits": 4, "sym": True}),
+    "gptq v2": (gptq(format_2=True), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+    "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
+    "gptq 2 bits": (gptq(2), {"quant_method": "gptq", "bits": 2}),
+    "gptq of other bits here": (gptq(8), {"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}),
+    "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}),
 }
-"""By name: who makes it, quantization_config, whether int4 takes its codes over."""
+"""By name: who makes it, quantization_config."""
 
 
 def quantized_folder(base: Path, folder: Path, name: str) -> dict[str, Tensor]:
-    """`base` with the linear layers of its first layer in this form; the weights that they stand for."""
-    maker, config, _ = FORMS[name]
+    """`base` with the linear layers of its first layer in this form, or all in one of a library; the weights that they stand for."""
+    if name not in FORMS:
+        return quantizers.FORMS[name].maker(base, folder)
+    maker, config = FORMS[name]
     shutil.copytree(base, folder)
     file = load_file(folder / "model.safetensors")
     found = {}
@@ -151,16 +105,13 @@ def quantized_folder(base: Path, folder: Path, name: str) -> dict[str, Tensor]:
         weight = file.pop(key)
         found[key] = maker(key.removesuffix(".weight"), weight, file)
     save_file(file, folder / "model.safetensors", {"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    edit_json(folder / "config.json", quantization_config=config)
     return found
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "base"
-    make_base(folder, num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=96, head_dim=16)
-    return folder
+    return quantizers.make_small(tmp_path_factory.mktemp("base") / "base")
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -184,22 +135,19 @@ def test_weights_are_those_of_the_file(name: str, base: Path, tmp_path: Path) ->
     assert torch.equal(half.state_dict()[key], expected[key].half())
 
 
+SELDOM = (pytest.param(name, marks=pytest.mark.long) for name in ("gptq symmetric", "awq", "fp8, channels"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["gptq", "gptq act-order", "int8"]
-    + [pytest.param(name, marks=pytest.mark.long) for name in ("gptq symmetric", "awq", "packed", "fp8")],
-)
+@pytest.mark.parametrize("name", ["gptq", "gptq act-order", "int8, channels", *SELDOM])
 def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     expected = quantized_folder(base, tmp_path / "model", name)
-    scheme, exact = ("int8", name == "int8") if name in ("int8", "fp8") else ("int4", FORMS[name][2])
+    (scheme, bits), exact = ("int4", 4) if name in FORMS else ("int8", 8), name != "fp8, channels"
     options = ExportOptions(str(tmp_path / "model"), attach_untrained=True, dtype="float32", quantize=scheme)
     package = export(options, tmp_path / "package")
     said = package.manifest["quantization"]
-    counted = {
-        (e["bits"], e["method"]): e["weights"] for role in ("projection", "feed_forward") for e in said["roles"][role]
-    }
-    assert said["block_size"] == 32 and (counted.get((8 if name == "int8" else 4, "exact"), 0) > 0) == exact
+    counted = {(e["bits"], e["method"]) for role in ("projection", "feed_forward") for e in said["roles"][role]}
+    assert said["block_size"] == 32 and ((bits, "exact") in counted) == exact
     graph = onnx.load(package.path / "model.onnx")
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
     key = next(key for key in expected if "down_proj" in key)
@@ -210,15 +158,12 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     found = BlockWeight(stored[f"{key}.blocks"], scales, zero, next(a.i for a in node.attribute if a.name == "bits"))
     if name in ("gptq", "gptq act-order"):
         assert verify(package.path, VerifyOptions(lengths=(1, 65), decode_steps=4)).report.passed
-    order = stored.get(f"{key}.order", np.arange(96))
+    order = stored.get(f"{key}.order", np.arange(192))
     assert (f"{key}.order" in stored) == (name == "gptq act-order")
-    error = np.abs(found.dequantized() - expected[key].numpy()[:, order]).max()
-    assert (error == 0) == exact and error < 0.05
-    codes = package.manifest["source_codes"]
-    assert codes["floats"] == 0 and (codes["exact"], len(codes["rounded"])) == ((7, 0) if exact else (0, 7))
-    whole = expected[key].numpy()
-    loss = np.linalg.norm(found.dequantized() - whole[:, order]) / np.linalg.norm(whole)
-    assert codes["rounded"].get(key, 0) == pytest.approx(loss, rel=1e-4)
+    codes, right = package.manifest["source_codes"], expected[key].numpy()[:, order]
+    loss = np.linalg.norm(found.dequantized() - right) / np.linalg.norm(right)
+    assert codes["floats"] == 0 and codes["exact"] == (len(expected) if exact else 0) and loss < 0.05
+    assert (loss == 0) == exact and codes["rounded"].get(key, 0) == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -227,27 +172,33 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
         ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
         ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
         ("gptq act-order", lambda f, m: f.pop(f"{m}.g_idx"), "lacks 'g_idx'"),
-        ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
+        ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..3"),
         (
             "gptq",
             lambda f, m: [f.update({f"{m}.{n}": f[f"{m}.{n}"][:0]}) for n in ("scales", "qzeros")],
             "0 groups do not",
         ),
         ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
-        ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
-        ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
-        ("int8", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
-        ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks of"),
+        ("packed int4", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
+        (
+            "packed int4",
+            lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}),
+            "weight_scale has shape",
+        ),
+        ("int8, channels", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
+        (
+            "fp8 of transformers",
+            lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}),
+            "scales of blocks of",
+        ),
     ],
 )
 def test_damaged_layers_are_named(
     name: str, change: Callable[[dict[str, Tensor], str], Any], message: str, base: Path, tmp_path: Path
 ) -> None:
     quantized_folder(base, tmp_path / "model", name)
-    path, module = tmp_path / "model" / "model.safetensors", "model.layers.0.self_attn.q_proj"
-    file = load_file(path)
-    change(file, module)
-    save_file(file, path, {"format": "pt"})
+    module = "model.layers.0.self_attn.q_proj"
+    edit_tensors(tmp_path / "model", lambda file: change(file, module))
     with pytest.raises(CheckpointError, match=f"{module} in .*{message}"):
         open_source(tmp_path / "model", attach_untrained=True)
 
@@ -255,13 +206,13 @@ def test_damaged_layers_are_named(
 def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Path) -> None:
     quantized_folder(base, tmp_path / "model", "gptq")
     path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)["quantization_config"]
     for said, message in (
         ({"quant_method": "aqlm"}, "quantized by aqlm; gptq, awq"),
         ({"bits": 3}, "3 bits, where 2, 4 and 8 are read"),
         ({"checkpoint_format": "marlin"}, "are in the format marlin, where gptq and gptq_v2 are read"),
     ):
-        path.write_text(json.dumps({**config, "quantization_config": config["quantization_config"] | said}))
+        edit_json(path, quantization_config=config | said)
         with pytest.raises(UnsupportedError, match=message):
             open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
@@ -328,11 +279,7 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
             "input_zero_point",
         ),
         (
-            {
-                "qweight": torch.zeros(32, 16).int(),
-                "qzeros": torch.zeros(32, 1).int(),
-                "scales": torch.ones(32, 1),
-            },
+            {"qweight": torch.zeros(32, 16).int(), "qzeros": torch.zeros(32, 1).int(), "scales": torch.ones(32, 1)},
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
             "gemv",
         ),
@@ -396,11 +343,9 @@ def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:
 
 
 def test_folders_of_model_optimizer_say_it_in_a_file_of_its_own(base: Path, tmp_path: Path) -> None:
-    expected = quantized_folder(base, tmp_path / "model", "fp8 channels")
+    expected = quantized_folder(base, tmp_path / "model", "fp8, channels")
     path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
+    edit_json(path, quantization_config=None)
     (path.parent / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     weights = open_source(path.parent, attach_untrained=True, dtype="float32").weights
     assert all(torch.equal(value_of(weights[key]), value) for key, value in expected.items())
@@ -446,27 +391,3 @@ def test_four_bit_floats_by_definition(tmp_path: Path) -> None:
     theirs["a.weight.absmax"] = most[:2]
     with pytest.raises(CheckpointError, match="a in here is no layer of bitsandbytes: weight and absmax have 96 and 2"):
         dequantizing(theirs, {"quant_method": "bitsandbytes"}, "here")
-
-
-def test_blocks_of_float8_are_those_of_transformers(base: Path, tmp_path: Path) -> None:
-    expected = quantized_folder(base, tmp_path / "model", "fp8")
-    how = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 16))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, quantization_config=how
-    ).state_dict()
-    assert all(torch.equal(theirs[key], value) for key, value in expected.items())
-
-
-@pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
-def test_packed_integers_are_those_of_compressed_tensors(bits: int, symmetric: bool) -> None:
-    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base").PackedQuantizationCompressor
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(bits))
-    how = quantization.QuantizationArgs(num_bits=bits, group_size=32, strategy="group", symmetric=symmetric)
-    groups = weight.unflatten(1, (3, 32))
-    scales, zero = quantization.utils.calculate_qparams(groups.amin(-1), groups.amax(-1), how)
-    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=how)
-    held = library.compress({"weight": weight, "weight_scale": scales, "weight_zero_point": zero}, scheme)
-    theirs = library.decompress(dict(held), scheme)["weight"]
-    named = {f"a.{name}": tensor for name, tensor in held.items()}
-    assert torch.equal(value_of(dequantizing(named, {"quant_method": "compressed-tensors"}, "")["a.weight"]), theirs)

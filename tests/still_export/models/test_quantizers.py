@@ -1,7 +1,5 @@
 """Folders that the libraries themselves quantized: their weights to the last bit, exported and verified."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

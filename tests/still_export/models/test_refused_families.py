@@ -1,7 +1,5 @@
 """Linear families and configurations that are refused, by what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -148,11 +146,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             {"linear_use_lrpe_list": [1]},
             "linear_use_lrpe_list in config.json has 1 entries for decoder_layers=3",
         ),
-        (
-            "moh_llama",
-            {"shared_heads": 6, "routed_heads": 2},
-            "shared_heads=6 and routed_heads=2 of 8 heads",
-        ),
+        ("moh_llama", {"shared_heads": 6, "routed_heads": 2}, "shared_heads=6 and routed_heads=2 of 8 heads"),
         ("mirrorla", {"mirrors": 0}, r"mirrors=0 in config\.json; it must be 1 and more for mirrorla"),
         ("inline", {"head_mirrors": 2}, r"head_mirrors=2 in config\.json; it must be 0, or more for mirrorla"),
         ("inline", {"mirrors": 2}, r"mirrors=2 in config\.json; it must be 0 for inline"),

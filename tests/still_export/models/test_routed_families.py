@@ -1,7 +1,5 @@
 """NAtS-L, Landmark attention and Routing Transformer: what they choose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

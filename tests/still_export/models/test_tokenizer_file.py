@@ -1,7 +1,5 @@
 """Tokenizers of folders that name code of their own, or still do what training did."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

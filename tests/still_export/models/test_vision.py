@@ -1,7 +1,5 @@
 """Qwen3.5 with images: encoder, positions and text from exported graphs against transformers' own class in float64; what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -162,12 +160,17 @@ def test_refusals(prompt: Prompt, tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
-    with pytest.raises(UnsupportedModelError, match="no encoder of images that is covered"):
-        open_source(changed(lambda config: config.pop("vision_config")), vision=True)
-    with pytest.raises(CheckpointError, match=r"model\.visual\.pos_embed"):
-        open_source(changed(lambda config: config["vision_config"].update(num_position_embeddings=49)), vision=True)
-    with pytest.raises(CheckpointError, match=r"model\.visual\.blocks\.2"):
-        open_source(changed(lambda config: config["vision_config"].update(depth=3)), vision=True)
+    for change, error, words in (
+        (lambda config: config.pop("vision_config"), UnsupportedModelError, "no encoder of images that is covered"),
+        (
+            lambda config: config["vision_config"].update(num_position_embeddings=49),
+            CheckpointError,
+            r"model\.visual\.pos_embed",
+        ),
+        (lambda config: config["vision_config"].update(depth=3), CheckpointError, r"model\.visual\.blocks\.2"),
+    ):
+        with pytest.raises(error, match=words):
+            open_source(changed(change), vision=True)
     with pytest.raises(ValueError, match="image tokens"):
         image_positions(prompt.seen, GRIDS[:1], 2)
 

@@ -1,7 +1,5 @@
 """Folders with more files than a model has: transformers' choice, adapters by what they set, settings that it reads with a warning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from still_export.models.build import read_generation
 from still_export.models.description import describe_model
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
+from tests.still_export.files import edit_json, read_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model
 from tests.still_export.training import byte_tokenizer
@@ -28,7 +27,6 @@ SINGLE = "model.safetensors"
 
 
 def shards(folder: Path, tensors: Tensors, index: bool = True, extra: Tensors | None = None) -> None:
-    """Two files, with an index."""
     names, places = sorted(tensors), {}
     for part in range(2):
         file = f"model-0000{part + 1}-of-00002.safetensors"
@@ -56,11 +54,7 @@ READ: dict[str, Callable[[Path, Tensors], Any]] = {
     "an adapter without its configuration": lambda d, t: save_file(
         {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24)}, d / "adapter_model.safetensors"
     ),
-    "shards and others": lambda d, t: (
-        shards(d, t),
-        (d / SINGLE).unlink(),
-        save_file(halved(t), d / "zz.safetensors"),
-    ),
+    "shards and others": lambda d, t: (shards(d, t), (d / SINGLE).unlink(), save_file(halved(t), d / "zz.safetensors")),
 }
 REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
     "shards without an index": (
@@ -220,16 +214,15 @@ def test_negative_ids_stand_for_none(place: str, tmp_path: Path) -> None:
     """As in the first Llama's config.json."""
     linear_model("lfm2").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    path = tmp_path / place
-    said = json.loads(path.read_text()) if path.is_file() else {}
+    if not (path := tmp_path / place).is_file():
+        path.write_text("{}")
     for ends, known in ((-1, []), ([5, -1], [5])):
-        path.write_text(json.dumps({**said, "eos_token_id": ends, "pad_token_id": -1, "bos_token_id": -1}))
+        edit_json(path, eos_token_id=ends, pad_token_id=-1, bos_token_id=-1)
         assert describe_model(load_model(tmp_path))["eos_token_ids"] == known
 
 
 def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     plain_model("llama", torch.float32).save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**said, "pad_token_id": said["vocab_size"]}))
+    edit_json(tmp_path / "config.json", pad_token_id=read_json(tmp_path / "config.json")["vocab_size"])
     with pytest.raises(ConfigError, match=r"pad_token_id=\d+ in config.json is no token of the"):
         load_model(tmp_path, attach_untrained=True)

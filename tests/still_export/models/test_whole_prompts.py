@@ -1,7 +1,5 @@
 """MiniCPM-SALA by whole prompts, as its published code goes dense or sparse: packages, what is fed, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ An edit sets or removes what stands `at` a path (`also`: elsewhere too), or repl
 it). `says`: it is refused in these words. `schema`: a JSON Schema cannot say so, and accepts it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -59,7 +57,6 @@ def _content(edit: dict[str, Any]) -> bytes:
 
 
 def cases() -> list[Case]:
-    """All of them."""
     edits = json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))
     return [Case(e["name"], _content(e), e.get("says"), "says" not in e or "schema" in e) for e in edits]
 

@@ -1,7 +1,5 @@
 """Chat templates: the texts that transformers writes, cut where a message goes on; and what a template may not do."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -57,7 +55,6 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    """What transformers writes."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, _ = render_jinja_template([messages], chat_template=template, **TOKENS, **options)

@@ -1,7 +1,5 @@
 """One contract, three readers: pydantic's model, its JSON Schema and the reader of packages; still_run reads its own fields of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

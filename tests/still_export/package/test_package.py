@@ -1,7 +1,5 @@
 """Package folders: written whole or not at all, and refused when they are not what was written."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders that take their place in one step: killed at every point, by two processes at once, with every umask."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

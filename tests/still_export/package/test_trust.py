@@ -1,7 +1,5 @@
 """A package from a stranger: its native code is not loaded unasked, and nothing outside of it is opened, whatever its manifest says."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Copies of packages in which one thing is changed on purpose, with hashes that fit: what a proof must see."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping

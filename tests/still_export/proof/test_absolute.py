@@ -1,7 +1,5 @@
 """What no rounding explains fails: numbers that are not finite, logits of one number, another likeliest token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ ASKED = VerifyOptions(lengths=(1, 70), decode_steps=2)
 
 
 def look(expected: dict[str, Any], actual: dict[str, Any]) -> dict[str, Findings]:
-    """What is found of one call."""
     found = Findings()
     found.see(0, {name: errors_of(x, actual[name])[0] for name, x in expected.items()}, expected, actual)
     return {"case": found}
@@ -90,7 +87,6 @@ def folder(where: Path, layer: int, factor: float) -> Path:
 
 
 def failures(report: Report) -> str:
-    """What failed, beside outputs."""
     return "; ".join(map(str, [check for check in report.checks if not check.passed]))
 
 

@@ -1,7 +1,5 @@
 """Files of recorded calls that claim more than they have."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
@@ -32,7 +30,6 @@ def opened(path: Path) -> ArrayFile:
 
 
 def exchange(path: Path, name: str, content: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """Another member in the place of one."""
     with zipfile.ZipFile(path) as file:
         members = {member: file.read(member) for member in file.namelist()}
     members[f"{name}.npy"] = content

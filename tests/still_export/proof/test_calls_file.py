@@ -1,7 +1,5 @@
 """What polygraphy reads is what was written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A subject carries its own state through calls and steps, and every call is compared as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +87,6 @@ def decode_case() -> Case:
 
 
 def compared(run: Any) -> list[str]:
-    """Outputs that differ, with the call's number."""
     case = decode_case()
     answer = ask(run, Question(case.feeds[:1], case.steps, case.places), Ties())
     return [

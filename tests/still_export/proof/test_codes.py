@@ -1,7 +1,5 @@
 """Rows in 8 bits, read without PyTorch."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

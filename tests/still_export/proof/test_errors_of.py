@@ -1,7 +1,5 @@
 """Errors of rows are what their definition says, whatever the block that they are computed in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

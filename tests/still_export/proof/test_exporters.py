@@ -1,7 +1,5 @@
 """What other exporters themselves write of small random models, held to the model: what is right passes, their known faults are found."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PyTorch selects what a target selected: all that follows from it is compared, and the selection is held to PyTorch's scores."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import combinations
 from pathlib import Path

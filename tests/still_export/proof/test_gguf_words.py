@@ -1,7 +1,5 @@
 """The words of a GGUF file against those of the tokenizer that is made of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

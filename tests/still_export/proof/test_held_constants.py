@@ -1,7 +1,5 @@
 """Epsilons and tables held to the model's: right packages pass, one that rounding would hide fails with its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

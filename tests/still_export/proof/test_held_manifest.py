@@ -1,7 +1,5 @@
 """What a manifest says of the model: right packages of all targets pass, a field that is another model's is named."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Outputs with searched codes beside those with plainly rounded ones: right codes pass, codes that err together fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

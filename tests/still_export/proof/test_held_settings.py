@@ -1,7 +1,5 @@
 """Settings of nodes held to PyTorch's calls: right packages pass; another setting of any op, function or number fails with its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,29 +30,20 @@ Change = Callable[[onnx.ModelProto], None]
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: still_model("qwen3_moe", torch.float32),
     "allmem": lambda: attached(dtype=torch.float32),
-    **{
-        name: partial(linear_model, name)
-        for name in (
-            *("lfm2", "minicpm_sala", "neural_attention_search_linear_attn_gdn", "rat", "llama_with_landmark"),
-            "routing_transformer",
-        )
-    },
 }
 HELD = {
-    "Attention": "lfm2",
-    "BlockAttention": "minicpm_sala",
-    "CausalConv": "lfm2",
-    "ClusterTokens": "routing_transformer",
-    "Experts": "qwen3_moe",
-    "HybridAttention": "qwen3_moe",
-    "KeptAttention": "neural_attention_search_linear_attn_gdn",
-    "LandmarkAttention": "llama_with_landmark",
-    "LinearAttention": "minicpm_sala",
-    "Route": "qwen3_moe",
-    "RoutedAttention": "neural_attention_search_linear_attn_gdn",
-    "SelectBlocks": "minicpm_sala",
-    "StridedAttention": "rat",
-    "TestTimeMemory": "allmem",
+    op: model
+    for model, ops in {
+        "lfm2": "Attention CausalConv",
+        "minicpm_sala": "BlockAttention LinearAttention SelectBlocks",
+        "rat": "StridedAttention",
+        "qwen3_moe": "Experts HybridAttention Route",
+        "neural_attention_search_linear_attn_gdn": "KeptAttention RoutedAttention",
+        "routing_transformer": "ClusterTokens",
+        "llama_with_landmark": "LandmarkAttention",
+        "allmem": "TestTimeMemory",
+    }.items()
+    for op in ops.split()
 }
 """A model with each op that has attributes."""
 
@@ -74,7 +63,9 @@ def held(folder: Path, changes: Change | None = None, place: Path | None = None)
 
 def called(name: str) -> tuple[Source, TorchCalls]:
     """A model, and what PyTorch calls of it; made once."""
-    folder = kept(f"settings of {name}", lambda folder: MODELS[name]().save_pretrained(folder))
+    folder = kept(
+        f"settings of {name}", lambda folder: MODELS.get(name, partial(linear_model, name))().save_pretrained(folder)
+    )
     source = find_source(ExportOptions(str(folder), dtype="float32"))
     return source, torch_calls(source)
 
@@ -85,10 +76,11 @@ def other(value: Any, choices: tuple[str, ...]) -> Any:
     return value + 1 if isinstance(value, int) else value * 1.01 + 0.01
 
 
-def set_to(node: onnx.NodeProto, name: str, value: Any) -> None:
-    kept_ones = [a for a in node.attribute if a.name != name]
+def set_to(node: onnx.NodeProto, name: str, value: Any = None) -> None:
+    """None: left out."""
+    others = [a for a in node.attribute if a.name != name]
     del node.attribute[:]
-    node.attribute.extend([*kept_ones, helper.make_attribute(name, value)])
+    node.attribute.extend([*others, *([] if value is None else [helper.make_attribute(name, value)])])
 
 
 def test_every_op_with_attributes_is_held() -> None:
@@ -119,63 +111,47 @@ def test_another_setting_of_any_op_fails(op: str, tmp_path: Path) -> None:
         assert failed and failed[0].where == f"{spec.name} of {op} {len(calls.ops[op]) - 1}", (spec.name, failed)
 
 
-def hard_sigmoid(model: onnx.ModelProto) -> None:
-    """Which no rounding of float16 tells from a Sigmoid in a small model."""
-    next(n for n in model.graph.node if n.op_type == "Sigmoid").op_type = "HardSigmoid"
+def nodes(model: onnx.ModelProto, op: str) -> list[onnx.NodeProto]:
+    return [n for n in model.graph.node if n.op_type == op]
 
 
-def tanh_gelu(model: onnx.ModelProto) -> None:
-    node = next(n for n in model.graph.node if n.op_type == "Gelu")
-    said = next((a.s for a in node.attribute if a.name == "approximate"), b"none")
-    set_to(node, "approximate", "none" if said == b"tanh" else "tanh")
+def renamed(of: str, to: str) -> Change:
+    return lambda model: setattr(nodes(model, of)[0], "op_type", to)
 
 
-def leaky(model: onnx.ModelProto) -> None:
-    next(n for n in model.graph.node if n.op_type == "Gelu").op_type = "LeakyRelu"
-
-
-def one_op_less(model: onnx.ModelProto) -> None:
-    """A layer whose op another one answers for."""
-    nodes = [n for n in model.graph.node if n.op_type == "HybridAttention"]
-    nodes[0].op_type = "Identity"
-
-
-def without_overflow(model: onnx.ModelProto) -> None:
-    """What is left out has the op's default."""
-    node = next(n for n in model.graph.node if n.op_type == "HybridAttention")
-    kept_ones = [a for a in node.attribute if a.name != "mix_epsilon"]
-    del node.attribute[:]
-    node.attribute.extend(kept_ones)
+def other_gelu(model: onnx.ModelProto) -> None:
+    (said,) = {a.s for a in nodes(model, "Gelu")[0].attribute if a.name == "approximate"} or {b"none"}
+    set_to(nodes(model, "Gelu")[0], "approximate", "none" if said == b"tanh" else "tanh")
 
 
 def other_number(model: onnx.ModelProto) -> None:
     """The number that scores are divided by, or any other single one, is off by the last bits of float16."""
     names = {name for node in model.graph.node if node.op_type in ("Mul", "Add", "Div") for name in node.input}
     for tensor in model.graph.initializer:
-        if (
-            tensor.name in names
-            and tensor.data_type == onnx.TensorProto.FLOAT16
-            and not any(d != 1 for d in tensor.dims)
-        ):
+        if tensor.name in names and tensor.data_type == onnx.TensorProto.FLOAT16 and set(tensor.dims) <= {1}:
             value = onnx.numpy_helper.to_array(tensor) * 1.002
             tensor.CopyFrom(onnx.numpy_helper.from_array(value.astype("float16"), tensor.name))
             return
     raise AssertionError("no single number")
 
 
-PLANTS: dict[Change, tuple[str, str]] = {
-    hard_sigmoid: ("llama", "HardSigmoid"),
-    one_op_less: ("llama", "HybridAttention"),
-    without_overflow: ("llama", "mix_epsilon of HybridAttention"),
-    tanh_gelu: ("gemma3_text", "approximate of Gelu"),
-    leaky: ("gemma3_text", "LeakyRelu"),
-    other_number: ("gemma3_text", "input 1 of"),
+PLANTS: dict[str, tuple[str, str, Change]] = {
+    "what no rounding of float16 tells from a Sigmoid": ("llama", "HardSigmoid", renamed("Sigmoid", "HardSigmoid")),
+    "a layer whose op another one answers for": ("llama", "HybridAttention", renamed("HybridAttention", "Identity")),
+    "the op's default": (
+        "llama",
+        "mix_epsilon of",
+        lambda model: set_to(nodes(model, "HybridAttention")[0], "mix_epsilon"),
+    ),
+    "another Gelu": ("gemma3_text", "approximate of Gelu", other_gelu),
+    "no Gelu": ("gemma3_text", "LeakyRelu", renamed("Gelu", "LeakyRelu")),
+    "another number": ("gemma3_text", "input 1 of", other_number),
 }
 
 
-@pytest.mark.parametrize("change", PLANTS, ids=lambda change: change.__name__)
-def test_a_planted_node_is_named(change: Change, export_tiny: Exporter, tmp_path: Path) -> None:
-    family, where = PLANTS[change]
+@pytest.mark.parametrize("fault", PLANTS)
+def test_a_planted_node_is_named(fault: str, export_tiny: Exporter, tmp_path: Path) -> None:
+    family, where, change = PLANTS[fault]
     package = export_tiny(family, "float16", options={"native": False}).path
     assert held(package).passed
     failed = [check for check in held(package, change, tmp_path / "planted").checks if not check.passed]
@@ -194,7 +170,7 @@ def test_settings_of_a_model_with_softmax_layers_are_held(export_tiny: Exporter,
 
     def other_overflow(model: onnx.ModelProto) -> None:
         """What no prompt within the capacity asks."""
-        set_to([n for n in model.graph.node if n.op_type == "HybridAttention"][-1], "overflow", "drop")
+        set_to(nodes(model, "HybridAttention")[-1], "overflow", "drop")
 
     assert held(package).passed and not held(package, other_overflow, tmp_path / "planted").passed
 
@@ -203,9 +179,8 @@ def test_a_graph_with_bodies_in_the_place_of_nodes_says_so(export_tiny: Exporter
     package = export_tiny("llama", "float16", options={"native": False}).path
 
     def inlined(model: onnx.ModelProto) -> None:
-        for node in model.graph.node:
-            if node.op_type == "HybridAttention":
-                node.op_type, node.domain = "Attention", ""
+        for node in nodes(model, "HybridAttention"):
+            node.op_type, node.domain = "Attention", ""
 
     found = held(package, inlined, tmp_path / "planted")
     assert any("HybridAttention in model.onnx" in line for line in found.not_asked)

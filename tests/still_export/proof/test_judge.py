@@ -1,7 +1,5 @@
 """The bounds of a package: PyTorch's own run keeps them, a wrong row does not."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers are judged on the runtime's own input, where one layer's rounding is all that may differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layer by layer over many calls at once, PyTorch answers what it answers call by call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

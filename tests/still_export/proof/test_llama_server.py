@@ -1,7 +1,5 @@
 """`verify http://...` against llama-cpp-python's server: right, and with another file than --model names."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import string

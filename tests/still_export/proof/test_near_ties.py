@@ -1,7 +1,5 @@
 """What a near tie leaves open is counted, and everything else is compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from still_export.proof.cases import Case, row_errors
 from still_export.proof.chains import HIDDEN
 from still_export.proof.constants import LAYER_UNIT, NORMED, RESIDUAL_SUMS, SHARP_ROW, UNIT
 from still_export.proof.judge import Bounds
-from still_export.proof.judged import Judged
+from still_export.proof.judged import Judged, OutputReport
 from still_export.proof.verify import Verifier
 from still_kernels.route.ties import RoutingTies
 from still_kernels.select_blocks.ties import BlockTies
@@ -24,10 +22,15 @@ from still_kernels.ties import Ties
 from tests.still_export.tiny import MIXED, still_model
 
 
-class Chooser:
-    """An op whose choices states show."""
-
-    watched = ""
+def reported(
+    name: str, sides: tuple[np.ndarray, ...], given: dict[str, float], mean: float = 1.0, coarse: float = 1.0
+) -> OutputReport:
+    """Of what is right, PyTorch's own run and what was found; `given` says what may be the cause of an error, and how large."""
+    right, own, found = sides
+    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: mean})
+    causes: Any = {cause: value if cause == "times" else {name: value} for cause, value in given.items()}
+    judged = Judged.of(case, [({name: right}, {name: found})], **causes)
+    return judged.report(name, Bounds([case], coarse, sharp=True, fixed={name}))
 
 
 @pytest.mark.parametrize(("wrong", "tied", "passes"), [(8, 8, True), (8, 9, False), (9, 8, False), (10, 10, False)])
@@ -51,7 +54,7 @@ def test_rows_of_choices_that_nobody_tells_are_not_held(wrong: int, tied: int, p
 def test_choices_of_several_heads_are_of_one_token() -> None:
     leads = {~0: np.array([[9.0, 0.5, 9.0, 9.0, 9.0, 9.0]])}
     assert Ties([BlockTies(2)]).open_tokens(leads)[0].tolist() == [[True, False, False]]
-    assert not Ties([Chooser()]).open_tokens(leads)  # what states show is compared by them
+    assert not Ties([SimpleNamespace(watched="")]).open_tokens(leads)  # what states show is compared by them
 
 
 @pytest.mark.parametrize(("layer", "wrong", "passes"), [(1, 5, True), (0, 5, False), (1, 4, False), (2, 5, True)])
@@ -118,43 +121,35 @@ def test_a_row_that_one_token_makes_may_err_by_its_rounding(off: float, passes: 
     own[0, 1, 61] = right[0, 1, 61] * (1 + 1e-7)
     found = own.copy()
     found[0, 1, 61] = right[0, 1, 61] * (1 + off * 2.0**-12)
-    name = "present_kv_state.1"
-    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
-    for summed in ({}, {name: LAYER_UNIT}):
-        judged = Judged.of(case, [({name: right}, {name: found})], summed=summed)
-        assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(summed))
+    for given in ({}, {"summed": LAYER_UNIT}):
+        assert reported("present_kv_state.1", (right, own, found), given).passed == (passes and bool(given))
 
 
 @pytest.mark.parametrize(("off", "passes"), [(4.0, True), (14.0, False)])
 def test_a_large_row_may_err_as_far_as_others_do_in_parts_of_their_size(off: float, passes: bool) -> None:
     """Numbers of a row share roundings, about two units of float16 here; of one large row PyTorch draws almost none."""
     random = np.random.default_rng(0)
-    right = random.normal(size=(1, 6, 14, 8)).astype(np.float32) * random.lognormal(size=(1, 6, 14, 1)).astype(
-        np.float32
-    )
+    sizes = random.normal(size=(1, 6, 14, 8)), random.lognormal(size=(1, 6, 14, 1))
+    right = sizes[0].astype(np.float32) * sizes[1].astype(np.float32)
     right[0, 5, 5] *= 4 * np.abs(right).max() / np.abs(right[0, 5, 5]).max()
     shared = random.normal(size=(1, 6, 14, 1)).astype(np.float32) * 2 * 2.0**-11
     shared[0, 5, 5] = 2.0**-14
-    name = "present_recurrent_state.1"
-    own = [{name: row_errors(right, right * (1 + shared))}]
-    case = Case("case", [], [], own=own, own_mean={name: 1.0})
     found = right.copy()
     found[0, 5, 5] *= 1 + off * 2.0**-11
     for times in (0.0, SHARP_ROW):
-        judged = Judged.of(case, [({name: right}, {name: found})], summed={name: LAYER_UNIT}, times=times)
-        assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(times))
+        given = {"summed": LAYER_UNIT, "times": times}
+        report = reported("present_recurrent_state.1", (right, right * (1 + shared), found), given)
+        assert report.passed == (passes and bool(times))
 
 
 @pytest.mark.parametrize(("off", "passes"), [(10.0, True), (1e4, False)])
 def test_rows_that_are_all_zeros_are_judged(off: float, passes: bool) -> None:
     """Where PyTorch's own run says something else: parts of no size bound nothing, and are no NaN, which would hide every row."""
-    name = "present_kv_state.1"
     right = np.zeros((1, 2, 4096, 4), np.float32)
-    case = Case("case", [], [], own=[{name: row_errors(right, right + np.float32(10))}], own_mean={name: 10.0})
-    found = right + np.float32(10)
+    own, found = right + np.float32(10), right + np.float32(10)
     found[0, 1, 7] = off
-    judged = Judged.of(case, [({name: right}, {name: found})], summed={name: LAYER_UNIT}, times=SHARP_ROW)
-    assert judged.report(name, Bounds([case], sharp=True, fixed={name})).passed == passes
+    given = {"summed": LAYER_UNIT, "times": SHARP_ROW}
+    assert reported("present_kv_state.1", (right, own, found), given, 10.0).passed == passes
 
 
 @pytest.mark.parametrize(("value", "passes"), [(23296.0, True), (23312.0, False)])
@@ -165,11 +160,8 @@ def test_a_layers_output_may_be_the_next_number_of_float16(value: float, passes:
     right[0, 0, 5] = 23281.1
     own[0, 0, 5], found = right[0, 0, 5] + 1.1, own.copy()
     found[0, 0, 5] = value
-    name = f"present_{HIDDEN}.27"
-    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
-    for written in ({}, {name: RESIDUAL_SUMS * LAYER_UNIT}):
-        judged = Judged.of(case, [({name: right}, {name: found})], written=written)
-        assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(written))
+    for given in ({}, {"written": RESIDUAL_SUMS * LAYER_UNIT}):
+        assert reported(f"present_{HIDDEN}.27", (right, own, found), given).passed == (passes and bool(given))
 
 
 @pytest.mark.parametrize(("units", "passes"), [(1.4, True), (2.5, False)])
@@ -188,10 +180,8 @@ def test_a_row_may_share_the_rounding_of_what_was_normed(
     own[row] = right[row]
     found = own.copy()
     found[row] *= 1 + units * LAYER_UNIT
-    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
-    for written in ({}, {name: NORMED * LAYER_UNIT}):
-        judged = Judged.of(case, [({name: right}, {name: found})], written=written)
-        assert judged.report(name, Bounds([case], sharp=True, fixed={name})).passed == (passes and bool(written))
+    for given in ({}, {"written": NORMED * LAYER_UNIT}):
+        assert reported(name, (right, own, found), given).passed == (passes and bool(given))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -209,17 +199,15 @@ def test_no_row_may_err_by_what_is_no_number(side: int) -> None:
 @pytest.mark.parametrize(("off", "passes"), [(0.8, True), (2.0, False)])
 def test_a_mean_may_err_by_what_features_are_rounded_to(off: float, passes: bool) -> None:
     """Sums of features times values on a GPU: PyTorch's own run keeps features in float32 and errs a quarter as far."""
-    rng, name = np.random.default_rng(0), "present_kv_state.0"
+    rng = np.random.default_rng(0)
     right = rng.normal(size=(1, 4, 128, 64)).astype(np.float32)
     noise = rng.uniform(-UNIT, UNIT, right.shape).astype(np.float32)
     own, found = right * (1 + noise / 4), right * (1 + off * noise)
     mean = float(np.abs(own - right).mean())
-    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: mean})
-    pairs = [({name: right}, {name: found})]
-    bounds = Bounds([case], 1.5, sharp=True, fixed={name})
-    for averaged in ({}, {name: UNIT}):
-        judged = Judged.of(case, pairs, summed={name: UNIT}, times=SHARP_ROW, averaged=averaged)
-        assert judged.report(name, bounds).passed == (passes and bool(averaged))
+    for averaged in ({}, {"averaged": UNIT}):
+        given = {"summed": UNIT, "times": SHARP_ROW, **averaged}
+        report = reported("present_kv_state.0", (right, own, found), given, mean, 1.5)
+        assert report.passed == (passes and bool(averaged))
 
 
 @pytest.mark.parametrize(("dtype", "coarse", "count"), [("float16", 1.5, 2), ("float16", 1.0, 0), ("float32", 1.5, 0)])

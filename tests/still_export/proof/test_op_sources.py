@@ -1,7 +1,5 @@
 """Which code computes an op: words change nothing, a kernel its own op, a shared kernel the ops that launch it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Answers in a file: written as they come, each once."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Records: written and read alike, refused where they were changed, old where other code would run today."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

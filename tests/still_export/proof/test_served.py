@@ -1,7 +1,5 @@
 """The judge of a serving engine, by arrays alone: what was compared must be right, what was not is counted and named."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

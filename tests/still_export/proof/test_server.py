@@ -1,7 +1,5 @@
 """Proof of a running server: a right one passes, and one with a fault in each way that prompts come fails in that way."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

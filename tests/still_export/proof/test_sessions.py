@@ -1,7 +1,5 @@
 """What verify runs and saves for TensorRT."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The model's files by another reader: families of every kind are read alike, and what a loader does wrong is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was taken comes back as it was, where it was."""
 
-from __future__ import annotations
-
 import math
 import os
 import tracemalloc

@@ -1,7 +1,5 @@
 """What verify asks of a package follows from what the package takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

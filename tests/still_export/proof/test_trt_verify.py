@@ -1,7 +1,5 @@
 """build, run, verify and bench for TensorRT, end to end over the stand-ins; and a runner that is wrong must fail."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -26,6 +24,8 @@ from tests.still_export.conftest import Exporter
 from tests.still_export.packages import lower_package
 from tests.still_export.tiny import CHUNK
 from tests.still_export.verbs import call
+
+pytestmark = pytest.mark.slow
 
 SIZES = ("--lengths", "1,8,33,40", "--decode-steps", "20")
 """A prompt longer than the profile, and steps beyond a chunk."""
@@ -89,21 +89,18 @@ def report(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.slow
 def test_verify_passes(built: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", built, "--runtime", "trt", "--calls", answers, "--quiet") == 0, capsys.readouterr().out
     expect_all(built, capsys.readouterr().out)
     assert polygraphy(built, tmp_path) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("built", [("float32", "10.3.0"), ("float16", "11.1.0")], indirect=True)
 def test_verify_passes_beside_pytorch(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", built, *SIZES, "--quiet") == 0, capsys.readouterr()
     expect_all(built, capsys.readouterr().out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("built", [("float16", "8.6.1", 1)], indirect=True)
 def test_verify_passes_with_heads_side_by_side(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((built / "manifest.json").read_text())["trt"]["passes"]["merge_heads"] > 0
@@ -138,7 +135,6 @@ def polygraphy(package: Path, scratch: Path) -> int:
     return done.returncode
 
 
-@pytest.mark.slow
 def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[..., Path]) -> None:
     """Norms, rotary angles and the logits; TensorRT 8.6 is held to these types, and 11 has no others. Products sum in it by themselves."""
     package = package_of("float16")
@@ -150,7 +146,6 @@ def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[
     assert found["DenseMatMul"] == {"float16"} and types["logits"] == "float32"
 
 
-@pytest.mark.slow
 def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
@@ -158,7 +153,6 @@ def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (row.length, row.batch) == (40, 2) and row.decode_ms > 0
 
 
-@pytest.mark.slow
 def test_answers_travel_to_a_machine_without_pytorch(
     built: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,7 +198,6 @@ def test_answers_travel_to_a_machine_without_pytorch(
     refused("--calls", calls, words="is not the file that was exported")
 
 
-@pytest.mark.slow
 def test_answers_follow_an_engine_of_another_machine(
     built: Path,
     package_of: Callable[..., Path],
@@ -236,7 +229,6 @@ def failed(found: dict[str, Any]) -> set[str]:
     return {f"{o['case']}: {o['output']}" for o in found["outputs"] if not o["passed"]}
 
 
-@pytest.mark.slow
 def test_a_wrong_state_row_fails(
     built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,7 +250,6 @@ def test_a_wrong_state_row_fails(
     assert f"5 decode steps, 4 rows, present_window_value.1: {where}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_stale_graph_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step that is kept although the state moved writes to the old place."""
     right, kept = TrtModel._resize, []
@@ -275,7 +266,6 @@ def test_a_stale_graph_fails(built: Path, answers: Path, monkeypatch: pytest.Mon
     assert not failed(found) and not all(check["passed"] for check in found["checks"])
 
 
-@pytest.mark.slow
 def test_a_missing_piece_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its states and selections: what is behind a selection that no rounding explains, logits too, is not compared with a file."""
     right = TrtModel._call
@@ -293,7 +283,6 @@ def test_a_missing_piece_fails(built: Path, answers: Path, monkeypatch: pytest.M
     assert found["selections"]["wrong"] > 0
 
 
-@pytest.mark.slow
 def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Session.step
 
@@ -305,7 +294,6 @@ def test_a_state_that_is_not_carried_fails(built: Path, answers: Path, monkeypat
     assert any("decode steps" in name for name in failed(broken(built, answers)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["state", "selection", "logits"])
 def test_what_goes_wrong_along_the_steps_fails(
     built: Path, answers: Path, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -1,7 +1,5 @@
 """Verdicts add up, and say what was not asked."""
 
-from __future__ import annotations
-
 import json
 
 from still_export.proof.verdict import Check, Verdict

@@ -1,7 +1,5 @@
 """All that a user runs beside the graph: a right package passes, and whatever is changed in one fails with its file named."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -37,8 +35,6 @@ from tests.still_export.verbs import call
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
-Change = Callable[[Path], None]
-
 
 @pytest.fixture(scope="module")
 def package(exports_once: None, tmp_path_factory: pytest.TempPathFactory) -> Package:
@@ -58,15 +54,10 @@ def model_of(package: Package) -> Path:
     return Path(package.manifest["config"]["model"])
 
 
-def edited(name: str, change: Callable[[Any], None]) -> Change:
-    """A change of a JSON file."""
-
-    def edit(folder: Path) -> None:
-        said = json.loads((folder / name).read_text(encoding="utf-8"))
-        change(said)
-        (folder / name).write_text(json.dumps(said), encoding="utf-8")
-
-    return edit
+def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    said = json.loads((folder / name).read_text(encoding="utf-8"))
+    change(said)
+    (folder / name).write_text(json.dumps(said), encoding="utf-8")
 
 
 def words_exchanged(said: Any) -> None:
@@ -74,51 +65,9 @@ def words_exchanged(said: Any) -> None:
     words["a"], words["b"] = words["b"], words["a"]
 
 
-def cut(said: Any) -> None:
-    said["truncation"] = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
-
-
-def filled_up(said: Any) -> None:
-    said["padding"] = {
-        "strategy": {"Fixed": 16},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "!",
-    }
-
-
-def special_lost(said: Any) -> None:
-    said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<tool>"]
-
-
-def merges_exchanged(said: Any) -> None:
-    """No text that is asked has these letters."""
-    merges = said["model"]["merges"]
-    merges.reverse()
-
-
-def flag_lost(said: Any) -> None:
-    said["added_tokens"][-1]["special"] = False
-
-
-def blank_taken(said: Any) -> None:
-    said["added_tokens"][-1]["rstrip"] = True
-
-
-def specials_exchanged(said: Any) -> None:
+def ids_exchanged(said: Any) -> None:
     first, second = said["added_tokens"][-2:]
     first["id"], second["id"] = second["id"], first["id"]
-
-
-def chat_of_tools(said: Any) -> None:
-    """A branch that no conversation reaches."""
-    said["chat"]["templates"]["default"] += "{% if documents %} {% endif %}"
-
-
-def lower_case(said: Any) -> None:
-    said["normalizer"] = {"type": "Lowercase"}
 
 
 def other_chat(said: Any) -> None:
@@ -126,59 +75,52 @@ def other_chat(said: Any) -> None:
     templates["default"] = templates["default"].replace("<assistant>", "<assistant> ")
 
 
-FILES: dict[str, tuple[Change, str]] = {
-    "two words exchanged": (edited("tokenizer.json", words_exchanged), "tokenizer.json"),
-    "inputs cut to 512 tokens": (edited("tokenizer.json", cut), "tokenizer.json"),
-    "inputs filled up": (edited("tokenizer.json", filled_up), "tokenizer.json"),
-    "a special token lost": (edited("tokenizer.json", special_lost), "tokenizer.json"),
-    "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
-    "two merges exchanged": (edited("tokenizer.json", merges_exchanged), "tokenizer.json"),
-    "a token that is special no more": (edited("tokenizer.json", flag_lost), "tokenizer.json"),
-    "a token that takes the blank behind it": (edited("tokenizer.json", blank_taken), "tokenizer.json"),
-    "two special tokens exchanged": (edited("tokenizer.json", specials_exchanged), "tokenizer.json"),
-    "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
-    "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
-    "another chat format": (edited("manifest.json", other_chat), "chat"),
-    "another chat format that is not asked": (edited("manifest.json", chat_of_tools), "chat"),
-    "another token of the chat format": (
-        edited("manifest.json", lambda said: said["chat"]["tokens"].update(eos_token="a")),
-        "chat",
-    ),
-    "an answer that begins otherwise": (edited("manifest.json", lambda said: said["chat"].update(start=" ")), "chat"),
-    "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
-    "another temperature": (
-        edited("generation_config.json", lambda said: said.update(temperature=1.5)),
-        "generation_config.json",
-    ),
-    "no sampling": (edited("generation_config.json", lambda said: said.pop("do_sample")), "generation_config.json"),
-    "a setting of its own": (
-        edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)),
-        "generation_config.json",
-    ),
-    "another end token of the settings": (
-        edited("generation_config.json", lambda said: said.update(eos_token_id=[255])),
-        "generation_config.json",
-    ),
-    "a beginning of its own": (
-        edited("generation_config.json", lambda said: said.update(bos_token_id=3)),
-        "generation_config.json",
-    ),
-    "blanks cleaned up": (
-        edited("tokenizer_config.json", lambda said: said.update(clean_up_tokenization_spaces=True)),
-        "tokenizer_config.json",
-    ),
-    "another longest input": (
-        edited("tokenizer_config.json", lambda said: said.update(model_max_length=128)),
-        "tokenizer_config.json",
-    ),
-    "another chat format in a file": (
-        lambda folder: (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", "")),
-        "tokenizer_config.json",
-    ),
-    "another end token in a file": (
-        edited("tokenizer_config.json", lambda said: said.update(eos_token="a")),
-        "tokenizer_config.json",
-    ),
+def chat_of_tools(said: Any) -> None:
+    """A branch that no conversation reaches."""
+    said["chat"]["templates"]["default"] += "{% if documents %} {% endif %}"
+
+
+PADDING = dict(
+    strategy={"Fixed": 16}, direction="Right", pad_to_multiple_of=None, pad_id=0, pad_type_id=0, pad_token="!"
+)
+CUT = dict(direction="Right", max_length=512, strategy="LongestFirst", stride=0)
+FILES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "tokenizer.json": {
+        "two words exchanged": words_exchanged,
+        "inputs cut to 512 tokens": lambda said: said.update(truncation=CUT),
+        "inputs filled up": lambda said: said.update(padding=PADDING),
+        "a special token lost": lambda said: said.update(
+            added_tokens=[t for t in said["added_tokens"] if t["content"] != "<tool>"]
+        ),
+        "texts in lower case": lambda said: said.update(normalizer={"type": "Lowercase"}),
+        "two merges exchanged, whose letters no text has": lambda said: said["model"]["merges"].reverse(),
+        "a token that is special no more": lambda said: said["added_tokens"][-1].update(special=False),
+        "a token that takes the blank behind it": lambda said: said["added_tokens"][-1].update(rstrip=True),
+        "two special tokens exchanged": ids_exchanged,
+    },
+    "manifest.json: eos_token_ids": {
+        "another end token": lambda said: said.update(eos_token_ids=[255]),
+        "no end token": lambda said: said.update(eos_token_ids=[]),
+    },
+    "manifest.json: chat": {
+        "another chat format": other_chat,
+        "another chat format that is not asked": chat_of_tools,
+        "another token of the chat format": lambda said: said["chat"]["tokens"].update(eos_token="a"),
+        "an answer that begins otherwise": lambda said: said["chat"].update(start=" "),
+        "no chat format": lambda said: said.update(chat=None),
+    },
+    "generation_config.json": {
+        "another temperature": lambda said: said.update(temperature=1.5),
+        "no sampling": lambda said: said.pop("do_sample"),
+        "a setting of its own": lambda said: said.update(repetition_penalty=1.3),
+        "another end token of the settings": lambda said: said.update(eos_token_id=[255]),
+        "a beginning of its own": lambda said: said.update(bos_token_id=3),
+    },
+    "tokenizer_config.json": {
+        "blanks cleaned up": lambda said: said.update(clean_up_tokenization_spaces=True),
+        "another longest input": lambda said: said.update(model_max_length=128),
+        "another end token in a file": lambda said: said.update(eos_token="a"),
+    },
 }
 
 
@@ -186,9 +128,13 @@ def test_every_fault_of_files_is_seen(package: Package, tmp_path: Path) -> None:
     right = check_files(package, model_of(package))
     assert right.passed and not right.not_asked, (right.checks, right.not_asked)
     assert len(right.checks) == 5
-    for number, (fault, (change, where)) in enumerate(FILES.items()):
-        with planted(package, tmp_path / str(number)) as folder:
-            change(folder)
+    faults = [(where, fault, change) for where, faults in FILES.items() for fault, change in faults.items()]
+    for where, fault, change in [*faults, ("tokenizer_config.json", "another chat format in a file", None)]:
+        with planted(package, tmp_path / fault) as folder:
+            if change is None:
+                (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", ""))
+            else:
+                edit(folder, where.partition(":")[0], change)
         wrong = [c for c in check_files(open_package(folder), model_of(package)).checks if not c.passed]
         assert any(where in check.where for check in wrong), (fault, wrong)
 
@@ -230,7 +176,7 @@ def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) ->
     """What twelve greedy tokens do not ask: a bound of sampling, a lost file, a new one; another version's are not compared."""
     assert _check_copies(package).passed
     name = "runtime/runners/sampling.py"
-    changes: dict[str, Change] = {
+    changes: dict[str, Callable[[Path], Any]] = {
         name: lambda folder: (folder / name).write_text((folder / name).read_text().replace("top_p", "top_k")),
         "runtime/states.py": lambda folder: (folder / "runtime" / "states.py").unlink(),
         "runtime/more.py": lambda folder: (folder / "runtime" / "more.py").write_text(""),
@@ -257,7 +203,7 @@ def test_what_another_program_reads_is_of_this_version(tmp_path: Path) -> None:
         (lambda said: said["search"].update(do_sample=True), lambda said: said["model"].update(eos_token_id=[3]))
     ):
         with planted(package, tmp_path / str(number)) as folder:
-            edited("genai_config.json", change)(folder)
+            edit(folder, "genai_config.json", change)
         (check,) = _check_copies(open_package(folder)).checks
         assert not check.passed and check.where == "genai_config.json"
 
@@ -386,7 +332,7 @@ def test_choices_are_alike_whose_numbers_are_near() -> None:
 def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
     """One call, one verdict: a package that is right but for a word of its tokenizer fails."""
     with planted(package, tmp_path / "other") as folder:
-        edited("tokenizer.json", words_exchanged)(folder)
+        edit(folder, "tokenizer.json", words_exchanged)
     report = verify(folder, VerifyOptions(lengths=(3,), decode_steps=1), tmp_path).report
     names = {check.name.partition(" ")[0] for check in report.checks}
     assert {"every", "the", "generation", "end", "portable.onnx"} <= names
@@ -406,7 +352,7 @@ def test_a_package_whose_model_is_gone(
     verdicts = []
     for broken in (False, True):
         with planted(export_tiny(options={"native": False}), tmp_path / str(broken)) as folder:
-            edited("manifest.json", lost)(folder)
+            edit(folder, "manifest.json", lost)
             if broken:
                 graph = onnx.load(folder / "portable.onnx", load_external_data=False)
                 assert other_op("Exp", "Neg")(graph)

@@ -1,7 +1,5 @@
 """verify's verdict for CI: what services that read JUnit XML see, and the workflow that makes it."""
 
-from __future__ import annotations
-
 import copy
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports: what is on the pages, that nothing else is needed to see them, and how they look in a real browser."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

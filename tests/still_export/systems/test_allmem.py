@@ -1,7 +1,5 @@
 """AllMem as it is read here: a layer against its formula token by token, pieces, stages, a package that is proven."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A prompt is fed whole, however long: run, served, asked again, it decides as PyTorch's forward of all of it does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HyLRA: layers that read the blocks of an earlier layer, against the formula, in pieces, as a package; the measurement; refusals."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokens of the model's own, which the runner puts between those that it is given: landmarks behind every 12th."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A published MoH folder, which says "llama": `linearize --mixer moh` makes of it what its code computes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

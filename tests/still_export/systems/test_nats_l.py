@@ -1,7 +1,5 @@
 """NAtS-L: the cache of a model whose choice gives every other chunk to the rule, in PyTorch and in ONNX Runtime's runner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The oracle of each system's family fails for a model with a constant that is not the published one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

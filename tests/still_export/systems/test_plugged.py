@@ -1,7 +1,5 @@
 """Systems are found, and nothing outside their folders names one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

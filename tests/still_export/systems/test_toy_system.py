@@ -1,7 +1,5 @@
 """A package that names itself in the entry-point group is a system: found, read, exported, verified, by its folder alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

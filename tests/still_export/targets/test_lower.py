@@ -1,7 +1,5 @@
 """The portable package is the hub: every target lowered from it is the one that is exported directly."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A target is one record: nothing else compares its name."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A new target is its own folder and a line in the registry: flags, export, lowering, refusals, runner and proof ask its record."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ SOURCES = ("still_export", "graphs", "kernels", "plugins", "tools")
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The line."""
     monkeypatch.setattr(registry, "TARGETS", (*registry.TARGETS, TOY))
     app.cache_clear()
     yield

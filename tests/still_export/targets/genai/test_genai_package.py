@@ -1,7 +1,5 @@
 """Packages for onnxruntime-genai: fed as genai feeds them by plain ONNX Runtime, by og.Model itself where it is installed, and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The graph for onnxruntime-genai, fed as genai feeds it, against the graph whose states are apart."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The library of kernels for 64-bit ARM, made by a cross compiler: a loader of that processor takes it, and it registers its ops."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

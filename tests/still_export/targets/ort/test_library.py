@@ -1,7 +1,5 @@
 """The library of kernels: found in a wheel or the cache, built once, taken by exports without a flag; the headers that it is built with."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

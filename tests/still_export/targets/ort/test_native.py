@@ -1,7 +1,5 @@
 """Packages with a native kernel: exported, run by every runner, verified; portable where the kernel is not for the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Keys and values that are kept in another type than activations: float16, and 8 bits with a scale a row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +20,14 @@ from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 from tests.still_export.verbs import call
 
+pytestmark = pytest.mark.slow
+
 KEPT = ("window_key", "window_value", "salient_key", "salient_value", "key", "value")
 FAMILIES = {"float16": "llama", "int8": "qwen2"}
 TOLERANCES = {"float16": 5e-5, "int8": 5e-6}
 """Of logits; 2e-4 in float16 where calls read what was not rounded."""
 WHOLE = (6 * CHUNK + 3,)
-SPLITS = (
-    (CHUNK - 1, 2, 4 * CHUNK, CHUNK + 2),
-    (5 * CHUNK, *[1] * (CHUNK + 3)),
-    (*[1] * CHUNK, 5 * CHUNK + 3),
-)
+SPLITS = ((CHUNK - 1, 2, 4 * CHUNK, CHUNK + 2), (5 * CHUNK, *[1] * (CHUNK + 3)), (*[1] * CHUNK, 5 * CHUNK + 3))
 both = pytest.mark.parametrize("kind", FAMILIES)
 
 
@@ -65,7 +61,6 @@ def same(kind: str, states: dict[str, np.ndarray], others: dict[str, np.ndarray]
             np.testing.assert_allclose(others[name].astype("f4"), state.astype("f4"), **near, err_msg=name)
 
 
-@pytest.mark.slow
 def test_states_are_kept_in_float16(export_tiny: Exporter) -> None:
     """The manifest, the graph's inputs and outputs, and what runs agree; the linear state and scores stay float32."""
     package = kept_in("float16", export_tiny)
@@ -78,7 +73,6 @@ def test_states_are_kept_in_float16(export_tiny: Exporter) -> None:
     assert types["past_key.1"] == onnx.TensorProto.FLOAT16 and types["present_kv_state.0"] == onnx.TensorProto.FLOAT
 
 
-@pytest.mark.slow
 def test_states_are_codes_and_scales(export_tiny: Exporter) -> None:
     """The manifest and the graph agree; the linear state and scores stay float32."""
     package = kept_in("int8", export_tiny)
@@ -95,7 +89,6 @@ def test_states_are_codes_and_scales(export_tiny: Exporter) -> None:
 
 
 @both
-@pytest.mark.slow
 def test_any_split_stores_the_same(kind: str, export_tiny: Exporter) -> None:
     """Of bodies, whole, in pieces and by steps; PyTorch's too, and the rounding shows against a model without it."""
     package = kept_in(kind, export_tiny)
@@ -115,7 +108,6 @@ def test_any_split_stores_the_same(kind: str, export_tiny: Exporter) -> None:
     assert np.abs(exact.infer(given)["logits"] - logits).max() > 1e-4 > np.median(np.abs(expected - logits))
 
 
-@pytest.mark.slow
 def test_refusals_of_float16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--cache float16 is for --to onnx and genai, not for --to trt; states"):
         plan_job("trt", {"model": "m", "cache": "float16"})
@@ -132,7 +124,6 @@ def test_refusals_of_float16(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.slow
 def test_refusals_of_codes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cache int8 is for --to onnx and genai and trt, not for --to trt-rtx"):
         plan_job("trt-rtx", {"model": "m", "cache": "int8"})
@@ -144,7 +135,6 @@ def test_refusals_of_codes(tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.slow
 @pytest.mark.long
 def test_verify(kind: str, export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = kept_in(kind, export_tiny)
@@ -154,7 +144,6 @@ def test_verify(kind: str, export_tiny: Exporter, tmp_path: Path, capsys: pytest
 
 
 @both
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "instructions", ["v3", *(pytest.param(name, marks=pytest.mark.long) for name in ("v4", "baseline"))]
 )

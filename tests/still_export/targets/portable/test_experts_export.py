@@ -1,7 +1,5 @@
 """Families with experts end to end: transformers' folder in, package out, proven on ONNX Runtime's CPU provider; targets that refuse."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The portable graph: names, shapes, size, and what it computes, against PyTorch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -18,6 +16,8 @@ from still_export.package.folder import Package
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL
+
+pytestmark = pytest.mark.slow
 
 
 def session_of(package: Package) -> onnxruntime.InferenceSession:
@@ -57,7 +57,6 @@ def assert_close(expected: Arrays, actual: Arrays, dtype: str = "float32") -> No
         )
 
 
-@pytest.mark.slow
 def test_interface(export_tiny: Exporter) -> None:
     """Names, types and free dimensions are the manifest's; one still node a layer; no loop is unrolled."""
     package = export_tiny()
@@ -85,7 +84,6 @@ def test_interface(export_tiny: Exporter) -> None:
     assert b"stack_trace" not in text and b"/still_export/" not in text
 
 
-@pytest.mark.slow
 def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
     package = export_tiny("qwen2", options=None)
     graph = onnx.load(package.model_path, load_external_data=False).graph
@@ -94,7 +92,6 @@ def test_tied_embeddings_are_stored_once(export_tiny: Exporter) -> None:
     assert config.tie_word_embeddings == (len(embedding) == 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
     from still_export.graph.lower import lower_program
@@ -115,7 +112,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family, dtype, still", CASES, ids=str)
 def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, still: dict) -> None:
     """Any length, pieces across chunk boundaries, single tokens, ragged rows with an empty one, all from one graph."""
@@ -135,7 +131,6 @@ def test_graph_equals_pytorch(export_tiny: Exporter, family: str, dtype: str, st
         assert_close({**expected, **live}, {**actual, "logits": actual["logits"][new > 0]}, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -> None:
     """Through the package, with the default chunks: every prompt of up to 128 tokens."""
@@ -155,7 +150,6 @@ def test_untrained_attention_keeps_the_base_logits(family: str, tmp_path: Any) -
         np.testing.assert_allclose(logits, expected[:, :length], atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 def test_all_logits(export_tiny: Exporter) -> None:
     package = export_tiny(options={"all_logits": True})
     runner, session = reference_of(package), session_of(package)
@@ -165,13 +159,11 @@ def test_all_logits(export_tiny: Exporter) -> None:
     assert_close(runner.infer(feed), outputs)
 
 
-@pytest.mark.slow
 def test_half_precision_logits_are_float32(export_tiny: Exporter) -> None:
     session = session_of(export_tiny("llama", "float16", salient_per_chunk=0))
     assert session.get_outputs()[0].type == "tensor(float)"
 
 
-@pytest.mark.slow
 def test_bfloat16_exports_and_checks(export_tiny: Exporter) -> None:
     package = export_tiny("llama", "bfloat16", {"dtype": "bfloat16"})
     onnx.checker.check_model(str(package.model_path), full_check=True)
@@ -179,7 +171,6 @@ def test_bfloat16_exports_and_checks(export_tiny: Exporter) -> None:
     assert kinds == {"bfloat16", "float32"}
 
 
-@pytest.mark.slow
 def test_bfloat16_checkpoint_becomes_a_package_that_runs(export_tiny: Exporter) -> None:
     """As most checkpoints are stored, and without asking for a type: the CPU provider has no bfloat16."""
     package = export_tiny("llama", "bfloat16")

@@ -1,7 +1,5 @@
 """Linear families end to end: transformers' folder in, package out, proven on ONNX Runtime's CPU provider and in PyTorch, run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Its networks are strongly typed, as all of TensorRT 11's are: a type that the graph leaves open, or mixes, is an error there.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -56,7 +54,6 @@ def answers(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
 
 
 def refusals(model: onnx.ModelProto) -> list[str]:
-    """What TensorRT-RTX says against the graph."""
     import tensorrt_rtx_bindings as trt
 
     logger = trt.Logger(trt.Logger.INTERNAL_ERROR)

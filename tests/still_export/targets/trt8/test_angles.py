@@ -1,7 +1,5 @@
 """Angles without whole turns."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto, helper

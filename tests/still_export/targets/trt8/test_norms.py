@@ -1,7 +1,5 @@
 """Norms of the first channels alone, written over all channels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reshapes of numbers that were made float32."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

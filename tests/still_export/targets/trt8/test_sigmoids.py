@@ -1,7 +1,5 @@
 """Sigmoids of two types."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 

@@ -1,7 +1,5 @@
 """Packages for browsers: the graph computes what the portable one does, in float32, from ops and files that onnxruntime-web takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -149,10 +147,7 @@ def test_the_chat_template_lies_where_transformers_js_reads_it(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [
-        ({"adapters": True, "quantize": "int4"}, "--adapters"),
-        ({"all_logits": True}, "--all-logits"),
-    ],
+    [({"adapters": True, "quantize": "int4"}, "--adapters"), ({"all_logits": True}, "--all-logits")],
 )
 def test_refusals(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
