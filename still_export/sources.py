@@ -212,8 +212,9 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
     elif verb == "export" and not (overlays or untrained) and found.model_type in SOFTMAX and _has_no_maps(found.path):
         raise NotLinearizedError(
             f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. Linearize it "
-            f"first: still-export linearize {quoted} -o LINEAR; or give an adapter with --overlay; or pass --attach-untrained to give it "
-            "untrained STILL attention, whose answers are the base model's only within the first two chunks (128 tokens)."
+            f"first: still-export linearize {quoted} -o LINEAR; or add an adapter: still-export {quoted} --overlay ADAPTER -o DIR; or add "
+            "--attach-untrained, for untrained STILL attention, whose answers are the base model's only within the first two chunks "
+            "(128 tokens)."
         )
     return found
 

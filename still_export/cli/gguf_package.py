@@ -21,6 +21,7 @@ def package_of(path: Path, out: Output) -> Path:
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
     from still_export.graph.options import ExportOptions
+    from still_export.sources import demand_model
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
 
@@ -31,6 +32,7 @@ def package_of(path: Path, out: Output) -> Path:
     key = hashlib.sha256(repr((__version__, parts)).encode()).hexdigest()[:16]
     folder = cache_folder() / "packages" / f"{path.stem}-{key}"
     if not (folder / "manifest.json").is_file():
+        demand_model(str(path), "export")
         out.log(f"exporting {path} to {folder}, once")
         folder.parent.mkdir(parents=True, exist_ok=True)
         asked = ExportOptions(str(path), quantize=quantize_policy(file))

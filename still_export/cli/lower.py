@@ -60,4 +60,6 @@ def lower(
             dump_dir=dump_dir,
         )
     ready = next_commands(output, target.to, ready=not target.built)
-    out.result({"package": str(output), "target": made.manifest["target"]}, f"{output}: {target.to}", ready)
+    size = sum(entry["size_bytes"] for entry in made.manifest["files"].values())
+    content = {"package": str(output), "target": made.manifest["target"]}
+    out.result(content, f"{output}: {target.to}, {len(made.manifest['files'])} files, {size / 1e6:,.0f} MB", ready)

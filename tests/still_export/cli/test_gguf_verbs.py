@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 
 from still_export.cli.output import Output
 from tests.still_export.linear_models import linear_model
+from tests.still_export.tiny import plain_model
 from tests.still_export.verbs import call
 
 pytest.importorskip("gguf")
@@ -68,3 +69,14 @@ def test_serve_takes_a_file_under_its_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("still_export.cli.gguf_package.package_of", package_of)
     assert call("serve", tmp_path / "model.gguf", "--port", "0") == 2  # there is no such package
     assert asked == [tmp_path / "model.gguf"]
+
+
+def test_run_of_a_softmax_file_says_how_to_linearize_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STILL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "plain.gguf"
+    write_gguf(file, plain_model("llama", torch.float32))
+    assert call("run", file, "--prompt", "Hi") == 2
+    assert f"still-export linearize {file} -o" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
