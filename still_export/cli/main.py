@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import functools
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -119,6 +122,7 @@ READ = (
     "--prompt-file",
     "--load-state",
     "--calls",
+    "--calibrate",
     "--follow",
     "--beside",
     "--config",
@@ -126,7 +130,7 @@ READ = (
     "--chat-file",
     "--reuse",
 )
-"""Flags that name a file to read, in each verb that has them."""
+"""Flags that name a file to read; - is standard input."""
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
@@ -161,6 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         if hasattr(signal, "SIGBUS"):
             end_at_lost_pages()
     try:
+        given = _as_files(given)
         _look_ahead(given)
         verb = given[0] if given else ""
         sys.exit(app(verb, verb in verbs)(given, standalone_mode=False) or 0)
@@ -202,6 +207,22 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
+
+
+def _as_files(words: list[str]) -> list[str]:
+    """Copy what READ's flags read from pipes into files: readers check a file before they read it, and seek."""
+    files = words.copy()
+    for at, (flag, value) in enumerate(_values(words)):
+        if flag not in READ or not (value == "-" or Path(value).is_fifo()):
+            continue
+        copy = tempfile.NamedTemporaryFile(prefix="standard-input-" if value == "-" else "pipe-")
+        atexit.register(copy.close)
+        with open(sys.stdin.fileno() if value == "-" else value, "rb", closefd=value != "-") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        joined = "=" in words[at]
+        files[at if joined else at + 1] = f"{flag}={copy.name}" if joined else copy.name
+    return files
 
 
 def _look_ahead(given: list[str]) -> None:

@@ -42,7 +42,7 @@ def run(
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with that text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with that text; - reads standard input.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, talk.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,

@@ -397,6 +397,20 @@ def test_a_missing_package_is_named_with_its_extra(
     assert f"pip install 'still-export[{extra}]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("named", ["-", "=-", "/dev/stdin", "<(cat)", "<(cat) --prompt-ids 5"])
+def test_a_flag_reads_pipes(named: str) -> None:
+    """A pipe is read once and its file as often as a verb looks: `--text` is checked before it is tokenized."""
+    program = (
+        "import sys; from pathlib import Path; from still_export.cli.main import _as_files\n"
+        "words = _as_files(sys.argv[1:]); path = Path(words[2].partition('=')[2] or words[3])\n"
+        "print([path.read_text(), path.read_text()], words[4:])"
+    )
+    flag = f"--text{named}" if named.startswith("=") else f"--text {named}"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} evaluate package {flag}"
+    done = subprocess.run(["bash", "-c", command], input="a text", capture_output=True, text=True)
+    assert done.stdout.strip() == f"['a text', 'a text'] {['--prompt-ids', '5'] if '5' in named else []}", done.stderr
+
+
 def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     """`still-export run` on an edge box: neither torch nor transformers is imported."""
     program = (
