@@ -63,7 +63,7 @@ class LanguageModel:
         if self.prefixes is not None:  # its states are of the weights before, and so is its folder
             self.prefixes.close()
             self.prefixes.clear()
-            self.prefixes.shelf = None
+            self.prefixes.folder = None
         self.restore(None)
 
     @property

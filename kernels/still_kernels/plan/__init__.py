@@ -28,14 +28,12 @@ call has B; T is then the most tokens of a sequence. A call without sequences or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops import OpSpec
 from still_kernels.plan.compiled import Compiled
 from still_kernels.plan.parts import (
     ELEMENTS,
@@ -50,6 +48,7 @@ from still_kernels.plan.parts import (
     Let,
     Loop,
     Matrix,
+    PlanParts,
     Region,
     Step,
 )
@@ -73,41 +72,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The launches of an op; the module says what the parts mean.
-
-    Args:
-        spec: The op.
-        steps: What is launched, in order.
-        key: Name of each property that kernels are compiled for, and its value of a call. Sees no constant.
-        constants: Names of integers that a compiled variant brings: block sizes that grids or regions follow from.
-        checks: Conditions on shapes and attributes, in order. They see no constant and no defined name.
-        define: Names in order of definition.
-        arguments: Integers and reals that kernels take by these names.
-        types: Names of element types, each an expression that gives a key of `ELEMENTS`.
-        workspace, persistent: Regions in order; persistent ones are int32.
-        aliases: Further names of tensors.
-        matrices: Rows and columns of tensors that kernels take by descriptor.
-        measured_tokens: Values of T at which a call may need more workspace than at the largest T; every batch is measured at each.
-
-    Raises:
-        ConfigError: When used first: an expression is wrong, a name is taken, or steps are nested too deeply.
-    """
-
-    spec: OpSpec
-    steps: Sequence[Step]
-    key: Mapping[str, str] = field(default_factory=dict)
-    constants: tuple[str, ...] = ()
-    checks: Sequence[Check] = ()
-    define: Mapping[str, str | int] = field(default_factory=dict)
-    arguments: Mapping[str, str | int] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
-    workspace: Sequence[Region] = ()
-    persistent: Sequence[Region] = ()
-    aliases: Sequence[Alias] = ()
-    matrices: Sequence[Matrix] = ()
-    measured_tokens: Sequence[str | int] = (1,)
+class Plan(PlanParts):
+    """The launches of an op; the module's docstring explains the parts."""
 
     @cached_property
     def compiled(self) -> Compiled:
