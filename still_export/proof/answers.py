@@ -1,4 +1,4 @@
-"""What a subject is asked in one case, and what it answers. Knows no reference; no torch."""
+"""A question to a subject (the calls of one case) and its answer. Knows no reference and no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from still_kernels.ties import Ties
 
 @dataclass(frozen=True)
 class Question:
-    """Calls one after the other, then single-token steps; the state goes on from call to call.
+    """Calls one after the other, then single-token steps. Each call continues from the state of the one before.
 
     Args:
         feeds: Of the calls; the first has the states that all start from.
@@ -44,7 +44,7 @@ class Question:
 
 
 def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
-    """By number, those that are asked again for their layers: of one sequence, without steps or images, the longest of SOME tokens."""
+    """The questions that are asked again for the layers, by number: one sequence, no steps or images, the longest within SOME tokens."""
     sizes = {}
     for number, each in enumerate(questions):
         tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
@@ -56,7 +56,7 @@ def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a runtime chose. The reference makes the same choices.
+    """Choices of a runtime at near ties. The reference makes the same ones.
 
     Args:
         seen: Choices of routers by place [B, N, k], of each layer that routes.
@@ -67,7 +67,7 @@ class Decisions:
     kept: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def is_like(self, other: Decisions | None, near: float = 0.0) -> bool:
-        """Whether both are the same choices; of numbers that stand for some, those that differ by at most `near` of the largest."""
+        """Whether both have the same choices. Numeric ones may differ by `near` times the largest."""
         if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
             return False
         pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
@@ -82,28 +82,27 @@ def _alike(a: np.ndarray, b: np.ndarray, near: float) -> bool:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with a phase of the work, how much of it is done, and of how much."""
+"""Called with (phase, work done, work in all)."""
 
 
-def silent(phase: str, done: int, total: int) -> None:
-    """Say nothing."""
+def silent(phase: str, done: int, total: int) -> None: ...
 
 
 DecisionsByCase = Mapping[int, Decisions]
-"""By number of a case."""
+"""By case number."""
 EMPTY: DecisionsByCase = {}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Outputs of each call of a question, then of each group of its steps; and what was chosen on the way."""
+    """Outputs of each call of a question, then of each group of its steps, with the runtime's choices."""
 
     outputs: list[Arrays]
     decisions: Decisions
 
 
 def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> Answer:
-    """What a runtime answers to one question.
+    """Ask one question.
 
     Args:
         ties: Of the package; they read from states what was selected.

@@ -1,4 +1,4 @@
-"""What a comparison found: of a case, of each output, and of a package."""
+"""Results of comparisons: of a case, of an output, of a package."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Judged:
         written: Mapping[str, float] = NO_SUMS,
         averaged: Mapping[str, float] = NO_SUMS,
     ) -> Judged:
-        """What `pairs` say.
+        """Compare `pairs`.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
@@ -84,7 +84,7 @@ class Judged:
                 errors[-1][name], total = errors_of(right, actual[name])
                 if name in summed or name in written:
                     size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
-                    size = np.where(np.isfinite(size), size, 0)  # else it would allow anything
+                    size = np.where(np.isfinite(size), size, 0)  # otherwise it would allow anything
                     if name in written:
                         least[-1][name] = written[name] * size
                     else:
@@ -109,17 +109,17 @@ class Judged:
         return cls(case, errors, units, least, sums, top, found, open_rows, beside=beside)
 
     def distance(self, output: str) -> float:
-        """The square of the difference of both sides, in parts of the square of PyTorch's."""
+        """Squared difference of both sides relative to PyTorch's square."""
         product, right, other = self.sums[output].tolist()[2:]
         return float((right + other - 2 * product) / max(right, TINY))
 
     def held(self, output: str) -> list[np.ndarray]:
-        """Of each call the errors of `output` that are held to bounds."""
+        """The judged errors of `output`, call by call."""
         each = [(errors[output], units.get(output)) for errors, units in zip(self.errors, self.units, strict=True)]
         return [errors if unit is None else np.maximum(errors - unit, np.minimum(errors, 0)) for errors, unit in each]
 
     def report(self, output: str, bounds: Bounds) -> OutputReport:
-        """Errors of `output`, and whether it keeps its bounds."""
+        """Errors of `output`, and whether they are within bounds."""
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
         least = [rows[output] for rows in self.least if output in rows]
@@ -168,11 +168,11 @@ class OutputReport:
 
     @property
     def of_bound(self) -> float:
-        """The judged error in parts of its bound."""
+        """The judged error divided by its bound."""
         return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
 
     def describe(self) -> str:
-        """Where its worst error is, in a line."""
+        """One line about its worst error."""
         part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
         part = part if self.worst_call else "mean error of all rows"
         place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
@@ -204,7 +204,7 @@ class Report:
         self.passed = good and not self.selections.wrong
 
     def including(self, verdict: Verdict) -> Report:
-        """With the checks of another part of the proof."""
+        """This report with the checks of another part of the proof."""
         return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
 
     @property
@@ -226,8 +226,7 @@ class Report:
 
 
 def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little; 0
-    where all rows are zeros."""
+    """Relative errors of PyTorch's rows [2, 1, ..], by root mean squares, so that small rows count little; 0 if all rows are zeros."""
     rows, sizes = (np.where(np.isfinite(own), x, 0).reshape(2, -1).astype(np.float64) for x in (own, size))
     size = np.linalg.norm(sizes, axis=1)
     share = np.divide(np.linalg.norm(rows, axis=1), size, out=np.zeros(2), where=size > 0)
@@ -235,8 +234,8 @@ def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
-    """Make NaN what no choice of the reference explains: of a sequence whose choice was turned in a layer, all that this layer and later
-    ones keep, and logits, from that call on. Returns the number of rows."""
+    """Set errors after an unexplained choice to NaN: in that layer and later ones and in logits, from that call on. Returns the number of
+    rows."""
     count, lowest = 0, np.zeros(0)
     for call, layers in zip(errors, turned, strict=False):
         for layer, sequences in layers.items():

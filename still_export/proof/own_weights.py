@@ -1,4 +1,4 @@
-"""What can be said of a package whose model is gone: its own graphs against each other, and its programs."""
+"""The proof of a package without its model: its graphs against each other, and its programs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from still_graphs.states import StateTable
 
 AGAINST = "against the package's own weights"
 OFF = {"float32": 1e-3, "float16": 3e-2}
-"""Of the spread of the logits that two graphs over the same weights may differ by on the whole; nothing else says how much is rounding."""
+"""Allowed difference of two graphs with the same weights, relative to the spread of the logits. It replaces a measured rounding error."""
 OFF_ROUNDED = 0.2
-"""The same where products round what they read to 8 bits: ONNX Runtime's own and those of this project round other blocks."""
+"""OFF where activations are rounded to 8 bits: ONNX Runtime's products and this project's use other blocks."""
 
 
 def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Progress = silent) -> Verdict:

@@ -1,7 +1,7 @@
-"""Whether a running server's answers are those of a model file, in every way that a prompt can come to it.
+"""Prove that a running server answers as a model file does, for every way in which a prompt reaches it.
 
-The server may be anybody's. The model file is read by transformers; the server's words are followed token by token, so that a token that
-nearly ties does not make the following ones differ.
+The server may be any program. transformers reads the model file, and the reference is evaluated along the server's own tokens, so that a
+near tie does not change the tokens after it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from still_export.proof.server_client import Answer
 
 ANSWER_TOKENS = 24
 LENGTHS = (5, 40, 64, 65, 129, 300)
-"""Of prompts, around the ends of chunks of 64 tokens and of llama.cpp's blocks."""
+"""Prompt lengths around the ends of chunks of 64 tokens and of llama.cpp's blocks."""
 TOGETHER = 8
-"""Requests at the same time in the way "in a batch"."""
+"""Concurrent requests of the way "in a batch"."""
 LIKELIEST = 32
-"""Tokens that are tried where the server's text goes on; another one lies nats behind."""
+"""Likely tokens that are tried as the next of the server's text; less likely ones are nats behind."""
 FLOAT32 = 5e-2
-"""Of a log-probability where the file and the server are float32: ten times what float32 rounds of SmolLM2-135M's (5.5e-3 at most)."""
+"""Allowed error of a log-probability in float32: ten times float32's rounding error of SmolLM2-135M (at most 5.5e-3)."""
 TIMES = 3.0
-"""A log-probability may differ by so many times the largest error that PyTorch's own run makes in the file's type. Two roundings differ by
-twice that; a fault of position or state costs tenths of nats to nats."""
+"""Allowed multiple of the largest error of PyTorch's own run in the file's type. Two roundings differ by 2; a fault of position or state
+costs tenths of nats to nats."""
 SENTENCES = (
     "The ferry leaves the island at nine and comes back before dark.",
     "A baker in the old town sells rye bread, rolls and plum cake.",
@@ -46,16 +46,13 @@ SENTENCES = (
     "SELECT name, price FROM goods WHERE price < 20 ORDER BY price;",
     "She wrote the letter twice before she sent it to Oslo.",
 )
-"""Of which prompts are made: prose, code, a table."""
+"""Texts that prompts are cut from: prose, code, a table."""
 
 
 class Asks(Protocol):
-    """A server, as `server_client.Client`."""
-
     tokens: bool
 
-    def ask(self, prompt: str | list[int], most: int) -> Answer:
-        """The greedy answer."""
+    def ask(self, prompt: str | list[int], most: int) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Reference:
         self.model, self.tokenizer, self.own, self.ends = model, tokenizer, own, tuple(ends)
 
     def ids(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds."""
+        """Token ids with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
@@ -124,11 +121,11 @@ class Reference:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """Of every token of the vocabulary behind each of `ids`, float64 [n, V]."""
+        """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V]."""
         return logprobs_of(self.model, ids)
 
     def follow(self, prompt: list[int], answer: Answer) -> Followed:
-        """The reference's log-probabilities along the server's words."""
+        """The reference's log-probabilities along the server's tokens."""
         context = prompt[-8:]
         before = self.text(context)
 
@@ -170,13 +167,13 @@ class Reference:
         return Followed(best, chosen, told, own, lost)
 
     def _rest(self, ids: list[int], said: str, answer: Answer) -> list[int]:
-        """A guess at the tokens of what is left of the text, so that one pass tells all places."""
+        """Guess the tokens of the remaining text, so that one pass covers all places."""
         rest = answer.text[len(said) :]
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
 
 
 def logprobs_of(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """Of every token of the vocabulary behind each of `ids`, float64 [n, V], read in one piece without a cache."""
+    """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V], in one call without a cache."""
     import torch
 
     with torch.no_grad():
@@ -185,7 +182,7 @@ def logprobs_of(model: Any, ids: Sequence[int]) -> np.ndarray:
 
 
 def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Texts of prose and code of about these lengths in tokens, each with a beginning of its own."""
+    """Prose and code of about these lengths in tokens, each with another beginning."""
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -209,7 +206,7 @@ class ServerProof:
     answer_tokens: int = ANSWER_TOKENS
 
     def run(self, done: Callable[[str], None] = lambda _: None) -> list[WayReport]:
-        """The verdict on each way; `done` is called with the name of each that was asked."""
+        """The verdict on each way; `done` is called with each way's name."""
         ways: dict[str, Callable[[], Iterator[tuple[list[int], Answer, Answer | None]]]] = {
             "alone": self._alone,
             "again": self._again,
@@ -234,7 +231,7 @@ class ServerProof:
         return made if self.server.tokens else [self._told(ids) for ids in made]
 
     def _told(self, ids: list[int]) -> list[int]:
-        """The ids of the text that is sent to a server without ids."""
+        """The ids of the text that is sent to a server that accepts no ids."""
         return self.reference.ids(self.reference.text(ids))
 
     def _alone(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -243,7 +240,7 @@ class ServerProof:
         yield from ((ids, said, None) for ids, said in self._cold)
 
     def _again(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
-        """The same prompts: what the server kept of them is used."""
+        """The same prompts again, so that the server uses its cache."""
         yield from ((ids, self._ask(ids), said) for ids, said in self._cold)
 
     def _turns(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -252,7 +249,7 @@ class ServerProof:
             text = self.reference.text(ids)
             for turn in range(3):
                 sent = ids if turn == 0 else self.reference.ids(text)
-                if len(sent) > 2 * max(self.lengths):  # what comes must fit where the prompts do
+                if len(sent) > 2 * max(self.lengths):  # the growing text must fit the prompt lengths
                     break
                 said = self._ask(sent)
                 yield sent, said, None
@@ -292,7 +289,7 @@ class ServerProof:
 
 
 def bound_of(followed: Sequence[Followed]) -> float:
-    """What a log-probability may differ by."""
+    """Allowed error of a log-probability."""
     own = [f.own for f in followed if f.own.size]
     return max(FLOAT32, TIMES * max(float(x.max()) for x in own)) if own else FLOAT32
 
@@ -332,7 +329,7 @@ def judge(
 
 
 def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
-    """The reference of a model's folder, hub id or GGUF file, and what must be known of it, one line each.
+    """(the reference of a model folder, hub id or GGUF file, notes about it, one a line).
 
     Raises:
         StillExportError: The file cannot be read.
@@ -346,7 +343,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = str(path.parent) if where else str(file)
     try:
-        own_code: dict[str, Any] = {"trust_remote_code": False}  # nor is anybody asked
+        own_code: dict[str, Any] = {"trust_remote_code": False}  # without asking the user
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where, **own_code).eval()
         tokenizer = AutoTokenizer.from_pretrained(source, **where, **own_code)
         if not type(model).__module__.startswith("transformers."):
@@ -383,7 +380,7 @@ def _stored_type(folder: Path | None) -> Any:
 
 
 def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndarray]:
-    """Log-probabilities of `model` where each linear layer's input is rounded to 8 bits, 32 numbers a scale, as llama.cpp does."""
+    """Log-probabilities of `model` with the input of each linear layer rounded to 8 bits, 32 numbers a scale, as llama.cpp does."""
     import torch
 
     def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

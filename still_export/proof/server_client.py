@@ -1,4 +1,4 @@
-"""Asks a running OpenAI-compatible server for greedy completions. No torch."""
+"""A client of OpenAI-compatible servers for greedy completions. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from still_export.errors import ConfigError
 from still_export.runtime.sampling import RunError
 
 PER_SECOND = 20.0
-"""Requests that a server is sent at most."""
+"""Most requests a second."""
 TIMEOUT_S = 300.0
-"""For one answer. A large model on a laptop reads a prompt of a thousand tokens in two minutes."""
+"""For one answer. A large model on a laptop needs two minutes for a prompt of a thousand tokens."""
 PENALTIES: dict[str, Any] = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
-"""None. llama-cpp-python's server penalizes tokens that were said before, by 1.1, unless it is told not to; vLLM has the other name."""
+"""No penalties. llama-cpp-python's server defaults to 1.1 for repeated tokens; vLLM uses the other name."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said.
+    """A server's answer.
 
     Args:
         text: Without special tokens.
@@ -78,7 +78,7 @@ class Client:
             )
 
     def probe(self, prompt: str, ids: list[int]) -> None:
-        """Find out whether the server accepts token ids (`tokens`), reports log-probabilities (`tells`) and knows `penalties`.
+        """Find out whether the server accepts token ids (`tokens`), reports log-probabilities (`logprobs`) and knows `penalties`.
 
         Raises:
             RunError: It answers neither form.
@@ -149,7 +149,7 @@ def _choice(content: Any) -> dict[str, Any]:
 
 
 def _logprobs(choice: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of each token: the older form of completions, or the one of chats, which llama.cpp's server has for both."""
+    """Log-probabilities of an answer's tokens, in the format of completions or of chats. llama.cpp's server uses the latter for both."""
     found = choice.get("logprobs") or {}
     if isinstance(found.get("token_logprobs"), list):
         return tuple(float(x) for x in found["token_logprobs"] if x is not None)
