@@ -108,7 +108,7 @@ def look(source: str | Path) -> Found:
     """What `source` is.
 
     Raises:
-        ModelNotFoundError, CheckpointError: As of `local`.
+        ModelNotFoundError, CheckpointError: See `local`.
     """
     path = local(source)
     if path is None:
@@ -177,7 +177,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
         ConfigError: It is a package or an adapter; or linearize is given a model that is linearized.
         NotLinearizedError: It is a softmax model, where a linearized one is needed.
         UnsupportedModelError: linearize is given a model without softmax layers.
-        ModelNotFoundError, CheckpointError: As of `local`.
+        ModelNotFoundError, CheckpointError: See `local`.
     """
     found = look(source)
     quoted = shlex.quote(source)

@@ -84,7 +84,7 @@ class StateSpec:
     """One state: `past_<name>` in, `present_<name>` out. All-zero means empty.
 
     Args:
-        name, shape, dtype: As of a TensorSpec; the first dimension is the batch.
+        name, shape, dtype: See TensorSpec; the first dimension is the batch.
         growth: How it grows with the context; None: its size is fixed.
         only: Attribute and value with which the op has this state; None: always.
         in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.

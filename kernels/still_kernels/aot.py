@@ -98,7 +98,7 @@ def described(argument: str, kind: str, descriptors: Iterator[Mapping[str, Any]]
 def compile_cuda(
     function: CudaFunction, arch: int, signature: Mapping[str, str], values: Mapping[str, Any], num_warps: int
 ) -> tuple[bytes, dict[str, Any]]:
-    """The cubin of a kernel in CUDA C++, and what its entry has in the place of Triton's; signature and values as of `signature_of`."""
+    """The cubin of a kernel in CUDA C++, and what its entry has in the place of Triton's; signature and values: see `signature_of`."""
     plain = {short: name for name, short in TRITON_TYPES.items()}
     elements = {name: plain[kind.removeprefix("*")] for name, kind in signature.items() if kind.startswith("*")}
     found = function.ahead(arch, values, elements, [name for name, value in values.items() if value is None])

@@ -111,7 +111,7 @@ def kept(kernels: OpKernels) -> Callable[..., Prepared]:
     they are kept, for a layer is called once per token.
 
     Sizes, attributes and compile-time values of the call's own are pairs of name and value; `present` and `packed` (tokens of all
-    sequences, rows of the state) as of `Call`.
+    sequences, rows of the state); see `Call`.
     """
 
     def prepare(

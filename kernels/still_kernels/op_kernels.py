@@ -66,7 +66,7 @@ def builder(
 
     Args:
         tiles: Block sizes of a variant on an architecture (90 for sm_90).
-        constants, absent: Of a variant, as of `Build`.
+        constants, absent: Of a variant; see `Build`.
         blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each; 0 where tables do not have the kernel.
     """
 
@@ -232,6 +232,6 @@ def op_with_state(
     absent: Callable[[Any], Iterable[str]] = lambda variant: (),
     covered: Sequence[Check],
 ) -> Op:
-    """The op of a plan whose Triton functions are `FUNCTIONS` of a module; other arguments as of `OpKernels` and `builder`."""
+    """The op of a plan whose Triton functions are `FUNCTIONS` of a module; other arguments: see `OpKernels` and `builder`."""
     build = builder(tiles, constants, blocks, absent)
     return Op(OpKernels(plan, variant, defaults, build, imported(module, "FUNCTIONS"), covered))

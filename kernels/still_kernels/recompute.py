@@ -15,7 +15,7 @@ def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | No
     """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
 
     Args:
-        dynamic: As of torch.compile; None = the second length of sequences is compiled for all others.
+        dynamic: See torch.compile; None = the second length of sequences is compiled for all others.
     """
     return function if device.type == "cpu" else torch.compile(function, dynamic=dynamic)
 

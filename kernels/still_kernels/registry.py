@@ -34,7 +34,7 @@ def op_of(name: str) -> Op:
 
 
 def kernels_of(name: str) -> OpKernels:
-    """The kernels of an op; errors as of `op_of`."""
+    """The kernels of an op; errors: see `op_of`."""
     return op_of(name).kernels
 
 

@@ -68,7 +68,7 @@ class OpTies(Protocol):
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """Compare what two runtimes chose, and what PyTorch followed with what it would have chosen; where the lead is a tie, either is
-        right. `own` are errors of PyTorch's own run, of each pair by output as of `row_errors`: of a token that errs far there, the
+        right. `own` are errors of PyTorch's own run, of each pair by output (see `row_errors`): of a token that errs far there, the
         target's may, too, and is no other one."""
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
@@ -99,7 +99,7 @@ class Untold(Protocol):
     """Choices that no state shows: a runtime tells them, or nobody knows."""
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """As of Ties."""
+        """Like Ties."""
 
 
 class Ties:
@@ -129,19 +129,18 @@ class Ties:
 
     @property
     def span(self) -> int:
-        """As of OpTies, the least of all; 0 where nothing is chosen."""
+        """Like OpTies, the least of all; 0 where nothing is chosen."""
         return min((op.span for op in self.each), default=0)
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """As of OpTies; layers have one op each."""
+        """Like OpTies; layers have one op each."""
         return {k: v for op in self.each for k, v in op.scores(looks).items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """As of OpTies."""
         return {k: v for op in self.each for k, v in op.leads(_part(op, scores), own, counts).items()}
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """As of OpTies; infinity where nothing is chosen."""
+        """Like OpTies; infinity where nothing is chosen."""
         return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from still_export.engines.builder import TIMING_CACHE, EngineBuilder
 from still_export.engines.builder_log import Progress
+from still_export.engines.builder_rtx import RtxBuilder
+from still_export.engines.builder_trt8 import Trt8Builder
 from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
 from still_export.extras import installation
@@ -63,7 +65,7 @@ def build_engines(
     module = load_tensorrt(trt, package.path)
     try:
         with _kept(package):
-            with EngineBuilder(module, package, trt, say) as builder:
+            with _builder_class(module, trt)(module, package, trt, say) as builder:
                 entries = builder.build(options.plugin)
             say("hashing")
             content = {k: v for k, v in manifest.items() if k not in GENERATED}
@@ -85,6 +87,12 @@ def build_engines(
             f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package where you may write."
         ) from error
     return [package.path / entry["file"] for entry in entries]
+
+
+def _builder_class(module: Any, trt: TrtOptions) -> type[EngineBuilder]:
+    if not trt.builds_here:
+        return RtxBuilder
+    return EngineBuilder if int(module.__version__.split(".")[0]) >= 10 else Trt8Builder
 
 
 @contextlib.contextmanager

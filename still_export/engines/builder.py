@@ -1,4 +1,7 @@
-"""One run of TensorRT's or TensorRT-RTX's builder over a package, and the check of what it built."""
+"""One run of TensorRT's builder over a package, for the GPU of this machine, and the check of what it built.
+
+Written for TensorRT 10 and later; builder_trt8.py adds what 8.6 needs, builder_rtx.py has what TensorRT-RTX does otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from still_export.engines.builder_log import Progress, file_logger, progress_monitor
-from still_export.graph.quantization.policy import PLUGIN
 from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
 from still_export.runtime.trt_engine import (
@@ -24,7 +26,7 @@ from still_export.runtime.trt_engine import (
     load_plugin_library,
 )
 from still_export.targets.target import BuildError
-from still_export.targets.trt.options import QUANTIZED_MAJOR, WORKAROUND, TrtOptions
+from still_export.targets.trt.options import TrtOptions
 from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
@@ -44,7 +46,6 @@ class EngineBuilder:
 
     def __init__(self, module: Any, package: Package, trt: TrtOptions, say: Progress) -> None:
         self.module, self.package, self.trt, self.say = module, package, trt, say
-        self.major = int(module.__version__.split(".")[0]) if trt.builds_here else 11
         self.errors: list[str] = []
 
     def __enter__(self) -> EngineBuilder:
@@ -59,12 +60,8 @@ class EngineBuilder:
         """An error that carries TensorRT's last words."""
         said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
-        if any("memory" in error.lower() for error in self.errors) and self.trt.builds_here:
-            free, total = self.driver.memory()
-            advice = (
-                f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
-                f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
-            )
+        if any("memory" in error.lower() for error in self.errors):
+            advice = self._memory_advice()
         if any("could not find any implementation" in error.lower() for error in self.errors):
             joined = "merge_heads" in self.package.manifest["trt"].get("passes", {})
             settings = {"optimization-level": self.trt.optimization_level, "prefill-tokens": self.trt.prefill_tokens}
@@ -79,28 +76,16 @@ class EngineBuilder:
                 advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
         return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
 
+    def _memory_advice(self) -> str:
+        free, total = self.driver.memory()
+        return (
+            f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
+            f"smaller --batch (now {self.trt.batch}), --prefill-tokens (now {self.trt.prefill_tokens}) or --workspace."
+        )
+
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
         """Build, check and write the engine; its manifest entry."""
-        module, here = self.module, self.trt.builds_here
-        quantization = self.package.manifest.get("quantization")
-        if quantization and self.major < QUANTIZED_MAJOR and quantization.get("nodes") != PLUGIN:
-            raise BuildError(
-                f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
-                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with --tensorrt-include of TensorRT {self.major}."
-            )
-        if here and self.major < QUANTIZED_MAJOR and WORKAROUND not in self.package.manifest["trt"]["passes"]:
-            raise BuildError(
-                f"the graph of {self.package.path} is for TensorRT {QUANTIZED_MAJOR} and later, without what {module.__version__} needs. "
-                f"Export again with --tensorrt-include of the headers of TensorRT {self.major}."
-            )
-        if here:
-            from still_export.runtime.cuda_driver import Driver
-
-            self.driver = Driver()
-            self._check_kernels(plugin)
-            self.say("loading the plugin library")
-            with _refusals():
-                self.plugin = load_plugin_library(module, self.package.path, self.package.manifest, plugin)
+        self._prepare(plugin)
         start = time.monotonic()
         plan = self._plan()
         seconds = time.monotonic() - start
@@ -108,7 +93,7 @@ class EngineBuilder:
         write_atomically(self.package.path / self.trt.engine, memoryview(plan))
         entry = {
             "file": self.trt.engine,
-            "tensorrt": module.__version__,
+            "tensorrt": self.module.__version__,
             "size_bytes": plan.nbytes,
             "build_s": round(seconds, 1),
             "batch": self.trt.batch,
@@ -119,6 +104,20 @@ class EngineBuilder:
             **self._device(),
         }
         return [entry]
+
+    def _prepare(self, plugin: Path | None) -> None:
+        """Load what the build needs.
+
+        Raises:
+            BuildError: This GPU or this TensorRT cannot build the package.
+        """
+        from still_export.runtime.cuda_driver import Driver
+
+        self.driver = Driver()
+        self._check_kernels(plugin)
+        self.say("loading the plugin library")
+        with _refusals():
+            self.plugin = load_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
 
     def _check_kernels(self, plugin: Path | None) -> None:
         """Raise where the library has no kernels of an op that run on this GPU: TensorRT would say so after minutes, in its words."""
@@ -136,22 +135,20 @@ class EngineBuilder:
     def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
         cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
-        module, here = self.module, self.trt.builds_here
+        module = self.module
         self.say("starting TensorRT")
         builder = module.Builder(self.logger)
         network = builder.create_network(self._network_flags())
         parser = module.OnnxParser(network, self.logger)
         config = self._config(builder)
-        if here:
-            cache = self._timing_cache(config)
+        cache = self._timing_cache(config)
         self.say("reading the graph")
         if not parser.parse_from_file(str(self.package.path / MODEL)):
             self.errors.extend(str(parser.get_error(i)) for i in range(parser.num_errors))
             raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
         for profile in self._profiles(builder, network):
             config.add_optimization_profile(profile)
-        if here and self.major < 10:
-            self._fix_precisions(network)
+        self._adjust(network)
         self.say("building the engine")
         plan = builder.build_serialized_network(network, config)
         if plan is None:
@@ -161,15 +158,10 @@ class EngineBuilder:
         return plan
 
     def _device(self) -> dict[str, Any]:
-        if not self.trt.builds_here:
-            return {"archs": list(self.trt.architectures)}
         return {"gpu": self.driver.name, "archs": [f"sm_{self.driver.architecture}"]}
 
     def _network_flags(self) -> int:
-        flags = self.module.NetworkDefinitionCreationFlag
-        if self.major < 10:
-            return 1 << int(flags.EXPLICIT_BATCH)
-        return 1 << int(flags.STRONGLY_TYPED)
+        return 1 << int(self.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
     def _config(self, builder: Any) -> Any:
         module, trt = self.module, self.trt
@@ -191,25 +183,19 @@ class EngineBuilder:
             self.monitor = progress_monitor(module, self.say)
             config.progress_monitor = self.monitor
         config.profiling_verbosity = module.ProfilingVerbosity.DETAILED
-        if not trt.builds_here:
-            self._set_architectures(config)
-            return config
-        if self.package.manifest["model"]["dtype"] == "float32":
-            config.clear_flag(flags.TF32)  # float32 is asked for, not 10 bits of it
-        config.builder_optimization_level = trt.optimization_level
-        if trt.version_compatible:
-            registering = "_static" if self.major < 10 else ""
-            config.plugins_to_serialize = [str(self.plugin.resolve()).replace(f"{registering}.so", ".so")]
-        if self.major < 10:
-            if self.package.manifest["model"]["dtype"] == "float16":
-                config.set_flag(flags.FP16)
-                config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
-            # 8.6 rearranges weights for every kernel that it tries, on one core; those that may be replaced it leaves alone. On an H200 the
-            # first layer of a Llama-3.1-8B took 36 s instead of 3, and the kernels are as fast.
-            if not trt.version_compatible:
-                config.set_flag(flags.REFIT)
-            config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        self._set_device(config)
         return config
+
+    def _set_device(self, config: Any) -> None:
+        """Settings for the GPU that runs the engine."""
+        if self.package.manifest["model"]["dtype"] == "float32":
+            config.clear_flag(self.module.BuilderFlag.TF32)  # float32 is asked for, not 10 bits of it
+        config.builder_optimization_level = self.trt.optimization_level
+        if self.trt.version_compatible:
+            config.plugins_to_serialize = [str(self.plugin.resolve())]
+
+    def _adjust(self, network: Any) -> None:
+        """Change the parsed network; the graph's types are those of the layers."""
 
     def _timing_cache(self, config: Any) -> Any:
         """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
@@ -221,19 +207,6 @@ class EngineBuilder:
             cache = config.create_timing_cache(b"")
             config.set_timing_cache(cache, False)
         return cache
-
-    def _set_architectures(self, config: Any) -> None:
-        module, names = self.module, self.trt.architectures
-        config.num_compute_capabilities = len(names)
-        for index, arch in enumerate(names):
-            name = arch.upper().replace("_", "")
-            if not hasattr(module.ComputeCapability, name):
-                known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
-                raise BuildError(
-                    f"--arch {arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}. "
-                    "Export with --arch of these."
-                )
-            config.set_compute_capability(getattr(module.ComputeCapability, name), index)
 
     def _rows(self) -> dict[str, int]:
         """Most rows of the states that grow; at least one, because dimensions of length 0 crash some versions."""
@@ -268,27 +241,6 @@ class EngineBuilder:
                 ]
                 profile.set_shape(name, *shapes)
             yield profile
-
-    def _fix_precisions(self, network: Any) -> None:
-        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
-
-        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
-        """
-        module, types = self.module, self.package.manifest["value_types"]
-        kinds = {"float32": module.float32, "float16": module.float16}
-        free = {getattr(module.LayerType, n) for n in ("CONSTANT", "CAST", "PLUGIN_V2", "SHAPE", "IDENTITY")}
-        for index in range(network.num_layers):
-            layer = network.get_layer(index)
-            names = [layer.get_output(i).name for i in range(layer.num_outputs)]
-            if layer.type in free or not names or any(types.get(name) not in kinds for name in names):
-                continue
-            layer.precision = kinds[types[names[0]]]
-            for i, name in enumerate(names):
-                layer.set_output_type(i, kinds[types[name]])
-        for index in range(network.num_outputs):
-            output = network.get_output(index)
-            if types.get(output.name) in kinds:
-                output.dtype = kinds[types[output.name]]
 
     def _check_plugin_layers(self, plan: Any) -> None:
         """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""

@@ -35,7 +35,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """A package by the runner that users run, one row at a time.
 
     Args:
-        package: Its folder. runtime, provider, threads: As of `still-export run`.
+        package: Its folder. runtime, provider, threads: See `still-export run`.
         max_tokens: Of a window of `loglikelihood_rolling`, and of an answer whose task names no length.
         given: What the command line always passes: device and batch sizes, which a package has itself.
     """

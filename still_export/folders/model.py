@@ -64,7 +64,7 @@ def check_model(source: str | Path, revision: str | None = None, here: bool = Tr
         here: It is read by this project; else by transformers, which knows other families.
 
     Raises:
-        ModelNotFoundError, CheckpointError: As of `resolve_source` and `check_folder`; weights are missing.
+        ModelNotFoundError, CheckpointError: See `resolve_source` and `check_folder`; weights are missing.
         UnsupportedModelError: No family has its model_type.
     """
     if local(source) is None and not _meant(str(source)):

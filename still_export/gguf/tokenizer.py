@@ -100,7 +100,7 @@ def make_tokenizer(file: Container) -> Made:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, for transformers; errors as of `make_tokenizer`."""
+    """The tokenizer of a GGUF file, for transformers; errors: see `make_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     file = open_gguf(path)

@@ -78,7 +78,7 @@ def _schema(spec: OpSpec) -> Any:
 def portable_graph(model: Any, weights: Weights | None = None, keep: int = 1, ahead: bool = False) -> ir.Model:
     """`model` traced and lowered; layers that are alike once, where they read nothing of one another but hidden states.
 
-    Args, Returns: As of `trace_model` and `lower_program`.
+    Args, Returns: See `trace_model` and `lower_program`.
     """
     try:
         return lower_program(trace_model(model, keep, ahead=ahead), weights)

@@ -177,7 +177,7 @@ def repeat_layers(
 
     Args:
         model: The graph of the traced layers, with the outputs `hidden` and `hidden.<layer>`, which it loses.
-        constants: For each layer, as of `constants_of`.
+        constants: For each layer; see `constants_of`.
         inputs, outputs: Names of the whole model's, in order.
 
     Raises:

@@ -203,7 +203,7 @@ class Start:
 
 
 def load_lora(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Put the LoRA among `tensors`, which have the family's names, into a PEFT model; errors as of `load_tensors`."""
+    """Put the LoRA among `tensors`, which have the family's names, into a PEFT model; errors: see `load_tensors`."""
     load_tensors(model, {f"base_model.model.{n}": t for n, t in tensors.items() if "lora_" in n})
 
 

@@ -74,7 +74,7 @@ class _HeadLosses(torch.autograd.Function):
 def loss_and_slope(
     logits: Tensor, teacher: Tensor | None, following: Tensor, answers: Tensor | None, wanted: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [N] as of `head_losses`, and where they are wanted their derivatives by logits [N, V], in the type of these.
+    """Losses [N] (see `head_losses`), and where they are wanted their derivatives by logits [N, V], in the type of these.
 
     Args:
         logits, teacher: [N, V]. following, answers: [N].

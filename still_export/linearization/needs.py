@@ -77,7 +77,7 @@ LOOKS_UP = 0.25
 
 @dataclass(frozen=True)
 class Needs:
-    """By layer, its share of what all need: `text` as of `text_needs`, `lookup` as of `lookup_scores`."""
+    """By layer, its share of what all need: `text` (see `text_needs`), `lookup` (see `lookup_scores`)."""
 
     text: list[float]
     lookup: list[float]

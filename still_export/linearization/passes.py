@@ -152,7 +152,7 @@ class ReplayedPasses(SummedPasses):
 def passes_of(
     accelerator: Accelerator, objective: nn.Module, optimizer: Any, kinds: int, checkpointing: bool
 ) -> Passes:
-    """What runs the passes of a prepared objective; arguments as of the classes.
+    """What runs the passes of a prepared objective; arguments: see the classes.
 
     Args:
         checkpointing: Activations are computed again, which asks the host for a random state amid the pass. FSDP decides there what it

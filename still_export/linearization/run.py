@@ -148,7 +148,7 @@ class LinearizationRun:
         return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
-        """Make the output folder, or check that its run is this one; errors as of RunFolder."""
+        """Make the output folder, or check that its run is this one; errors: see RunFolder."""
         if resume:
             self.folder.resume(self.fingerprint())
         elif self.accelerator.is_main_process:
@@ -272,7 +272,7 @@ class LinearizationRun:
         return model, attentions
 
     def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
-        """Stage 2's: the model with LoRA and the parameters that it trains; `maps` as of `student`."""
+        """Stage 2's: the model with LoRA and the parameters that it trains; `maps` (see `student`)."""
         recipe = self.recipe
         model, attentions = self.student(maps)
         for name, parameter in model.named_parameters():

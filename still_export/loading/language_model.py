@@ -132,7 +132,7 @@ class LanguageModel:
             top_k: 0 = all.
             top_p: 1 = all.
             seed: Of the sampling.
-            tools: Of a chat: JSON schemas of functions, as of OpenAI.
+            tools: Of a chat: JSON schemas of functions, as OpenAI's API has them.
             chat_template_kwargs: Of a chat: arguments of the model's template, such as `enable_thinking`.
 
         Raises:
@@ -169,7 +169,7 @@ class LanguageModel:
             as_text: False: pieces are token ids.
             progress: Called with the pieces of the prompt that were read.
             stopped: Asked before every token whether the answer shall end here.
-            tools: As of `generate`; chat_template_kwargs too.
+            tools: See `generate`; chat_template_kwargs too.
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")

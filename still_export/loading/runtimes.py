@@ -127,7 +127,7 @@ def repeat_ort(asked: Opening) -> list[str]:
 
 
 def open_trt(asked: Opening) -> Runner:
-    """As of Runtime; the engine was built."""
+    """Like Runtime; the engine was built."""
     from still_export.runtime.tensorrt import TrtModel
 
     return TrtModel(asked.folder, asked.plugin)
@@ -143,7 +143,7 @@ def repeat_trt(asked: Opening) -> list[str]:
 
 
 def open_torch(asked: Opening) -> Runner:
-    """As of Runtime: the model that was exported, with the package's weights."""
+    """Like Runtime: the model that was exported, with the package's weights."""
     import torch
 
     from still_export.graph.options import ExportOptions

@@ -88,7 +88,7 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         self.check_reuse(self.layer_types or (HYBRID,) * layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """As of LayersConfig, with the settings where a layer has them."""
+        """Like LayersConfig, with the settings where a layer has them."""
         values = {n: getattr(self, n) for kind in self.layer_types or (HYBRID,) for n in MIXERS[kind].settings}
         if (factors := values.get("window_factors")) is not None:
             values["window_factors"] = [list(row) for row in factors]

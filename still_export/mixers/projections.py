@@ -60,7 +60,7 @@ class ProjectedAttention(nn.Module):
         return self.mix(hidden_states, position_embeddings, past_key_values), None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """What the layer adds to its hidden states [B, T, channels]; the arguments as of `forward`."""
+        """What the layer adds to its hidden states [B, T, channels]; the arguments: see `forward`."""
         raise NotImplementedError
 
     def project_out(self, output: Tensor, hidden: Tensor) -> Tensor:

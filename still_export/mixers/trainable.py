@@ -37,7 +37,7 @@ class Trainable(Protocol):
     selection: Tensor | None
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False) -> Any:
-        """As of nn.Module."""
+        """Like nn.Module."""
 
 
 class TrainableModule(ProjectedAttention):
@@ -51,7 +51,7 @@ class TrainableModule(ProjectedAttention):
     selection: Tensor | None = None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """As of the module; a call with a cache is the student always."""
+        """Like the module; a call with a cache is the student always."""
 
         def student() -> Tensor:
             return super(TrainableModule, self).mix(hidden, position_embeddings, past_key_values)

@@ -59,7 +59,7 @@ class AheadMixin:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def decode(self, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **kwargs: Any) -> Any:
-        """As of StillModelMixin. `hidden` [B, T, channels]: of each token, what the model had made of the one before it."""
+        """Like StillModelMixin. `hidden` [B, T, channels]: of each token, what the model had made of the one before it."""
         tokens = self.embedding_norm(self.model.embed_tokens(input_ids))
         given = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
         return super().decode(positions, cache, inputs_embeds=given, **kwargs)  # type: ignore[misc]

@@ -41,7 +41,7 @@ class StillConfigMixin:
 
     @property
     def feeding(self) -> dict[str, Any]:
-        """How prompts are fed, as of the manifest; {}: in any pieces."""
+        """How prompts are fed (see the manifest); {}: in any pieces."""
         return {"whole_prompts": True} if self.still.deployment.whole_prompts else {}
 
     def read_still(self) -> LayersConfig:
@@ -104,7 +104,7 @@ class StillModelMixin:
         cache: StillCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As of the family, with these differences.
+        """Like the family, with these differences.
 
         Args:
             attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
@@ -188,7 +188,7 @@ class StillModelMixin:
         return self.lm_head(hidden)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache.
+        """Like transformers; prompts of a batch may be padded on either side, and the cache is a StillCache.
 
         `cache_implementation="static"` makes it one of fixed size, with which transformers compiles decode steps on a GPU.
 

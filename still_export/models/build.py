@@ -30,7 +30,7 @@ class PublishedGeneration(GenerationConfig):
     """Settings that transformers reads with a warning, such as a temperature without do_sample, are also saved with one, not refused."""
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """As of transformers, which is strict where it saves."""
+        """Like transformers, which is strict where it saves."""
         super().validate(False, user_set_attributes)
 
 
@@ -165,7 +165,7 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     """A model that holds exactly `tensors`, not copied.
 
     Args:
-        tensors: Every parameter by name, as of `complete_weights`.
+        tensors: Every parameter by name; see `complete_weights`.
     """
     model = _without_values(family, config)
     model.load_state_dict(tensors, strict=False, assign=True)

@@ -197,7 +197,7 @@ def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype
     """The type that the weights of `source` are stored in; float32 for a GGUF file, which is dequantized.
 
     Raises:
-        ModelNotFoundError, CheckpointError: As of `open_source`.
+        ModelNotFoundError, CheckpointError: See `open_source`.
     """
     path = resolve_source(source, revision)
     return torch.float32 if path.is_file() else stored_dtype(read_config(path))

@@ -57,7 +57,7 @@ def decode_with_state(
 
 
 def kept_rows(input_ids: Tensor, keep: int) -> Any:
-    """Rows that are left of the tokens [B, T] where `keep` are asked for, as of `forward_with_state`."""
+    """Rows that are left of the tokens [B, T] where `keep` are asked for; see `forward_with_state`."""
     return keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
 
 

@@ -73,7 +73,7 @@ class ChatFormat:
 
         Args:
             messages: "role" and "content" (a text or text parts), with "tool_calls" and "reasoning_content" where there are some.
-            tools: JSON schemas of functions, as of OpenAI.
+            tools: JSON schemas of functions, as OpenAI's API has them.
             arguments: Of the template, such as `enable_thinking`.
             reply: End with what begins the assistant's answer.
         """
@@ -85,7 +85,7 @@ class ChatFormat:
         return self._rendered(said, tools, arguments or {}, reply)
 
     def render_open(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a chat up to the end of its last message's content, which goes on. Options as of `render`."""
+        """The text of a chat up to the end of its last message's content, which goes on. Options: see `render`."""
         said = [dict(message) for message in messages]
         if said:
             # Where the template trims, the blank behind the mark goes, and with it those before.
@@ -100,8 +100,8 @@ class ChatFormat:
         Args:
             messages: Those that follow.
             place: The text before ended inside a "user" message, which the first one here goes on with, or with an "answer".
-            goes_on: The last message does, as of `render_open`.
-            options: As of `render`.
+            goes_on: The last message does; see `render_open`.
+            options: See `render`.
         """
         said = [dict(message) for message in messages]
         if place == "answer":

@@ -101,7 +101,7 @@ class State(Record):
 
 
 class Chat(Record):
-    """The model's chat templates by name (Jinja, as of transformers), and the special tokens that they may write by their variables.
+    """The model's chat templates by name (Jinja), and the special tokens that they may write by their variables.
 
     start: What of an answer the prompt has already, such as "<think>" and a line's end.
     """

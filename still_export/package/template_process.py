@@ -60,7 +60,6 @@ class Dicts:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As of Python's class."""
         return dict.fromkeys(*args)
 
 

@@ -60,7 +60,7 @@ class Decisions:
 
     Args:
         seen: Choices of routers by place [B, N, k], of each layer that routes.
-        kept: By layer, what it selected, as of `OpTies.kept`.
+        kept: By layer, what it selected; see `OpTies.kept`.
     """
 
     seen: Sequence[np.ndarray] = ()

@@ -97,7 +97,7 @@ class ForeignProof:
     """Compares a package with its model.
 
     Args:
-        path: As of ForeignModel.
+        path: See ForeignModel.
         model: Folder or hub id of the model that it was made from.
 
     Raises:

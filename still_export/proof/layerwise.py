@@ -151,7 +151,7 @@ class Passage:
     """Chains on their way through the layers of a model.
 
     Attributes:
-        outputs: As of `LayerwiseModel.run`, what is known so far; who reads them may take them away.
+        outputs: See `LayerwiseModel.run`, what is known so far; who reads them may take them away.
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:

@@ -49,7 +49,7 @@ class Draft:
     Args:
         feeds: Tokens of its calls; the first with the states that they start from.
         further: One call at most, for PyTorch's own rounding alone.
-        steps, places: As of Case.
+        steps, places: See Case.
     """
 
     name: str

@@ -22,8 +22,7 @@ KIND, FORMAT = "selections", 3
 class Prompted(Protocol):
     count: int
 
-    def begin(self, number: int) -> Question:
-        """As of CaseSource."""
+    def begin(self, number: int) -> Question: ...
 
 
 def write_selections(session: Session, prompts: Prompts, package: Package, path: Path, progress: Progress) -> None:

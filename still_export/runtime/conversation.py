@@ -42,7 +42,7 @@ class Conversation:
         sampling: How tokens are chosen.
         system: System message.
         stop: Texts that end an answer.
-        prefix: What was read before the first message, as of `Text.opening`; it is kept.
+        prefix: What was read before the first message (see `Text.opening`); it stays.
         prefixes: Keeps the states of turns, so that none is read again after `back`.
         arguments: Of the chat template, such as `enable_thinking`.
 

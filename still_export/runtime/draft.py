@@ -43,12 +43,11 @@ class Drafted(Guessed):
         self.state: dict[str, np.ndarray] = {}
 
     def sure(self) -> int | None:
-        """As of Guesser; none at the end of the draft's capacity."""
+        """Like Guesser; none at the end of the draft's capacity."""
         table = self.draft.runner.table
         return None if table.bounded and len(self.tokens) >= table.capacity_tokens else 0
 
     def guess(self, most: int) -> list[int]:
-        """As of Guesser."""
         runner, vocabulary = self.draft.runner, self.draft.vocabulary
         if runner.table.bounded:
             most = min(most, runner.table.capacity_tokens - len(self.tokens) + 1)

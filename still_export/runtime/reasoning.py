@@ -10,7 +10,7 @@ class Reasoning:
     """Splits an answer in pieces at the marks around its reasoning, which belong to neither; nor does the blank beside them.
 
     Args:
-        marks: Before and behind reasoning, as of `ChatFormat.thoughts`; None: there is none.
+        marks: Before and behind reasoning; see `ChatFormat.thoughts`; None: there is none.
         opened: The prompt ends with the first mark.
     """
 

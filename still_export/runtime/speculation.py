@@ -62,14 +62,12 @@ class Guessed:
         self.outcomes: list[tuple[int, bool]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """As of Guesser."""
         for guess, token in zip(self.guesses, tokens, strict=False):
             self.outcomes.append((0, guess == token))
         self.tokens += tokens
         self.guesses = []
 
     def sure(self) -> int | None:
-        """As of Guesser."""
         return 0
 
 
@@ -96,7 +94,6 @@ class Lookup:
         self.outcomes.clear()  # a prompt's own repetitions say nothing about answers
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """As of Guesser."""
         for token in tokens:
             sure, end = self._found()
             if sure is not None:
@@ -116,11 +113,10 @@ class Lookup:
         return None, 0
 
     def sure(self) -> int | None:
-        """As of Guesser."""
         return self._found()[0]
 
     def guess(self, most: int) -> list[int]:
-        """As of Guesser; beyond what is known it goes on as what is guessed."""
+        """Like Guesser; beyond what is known it goes on as what is guessed."""
         sure, end = self._found()
         return [] if sure is None else [self.tokens[end + i % (len(self.tokens) - end)] for i in range(most)]
 

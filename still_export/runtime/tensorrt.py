@@ -175,7 +175,7 @@ class TrtModel(TrtEngine, Runner):
             raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """As of Runner; in pieces where the call has more tokens than the engine's prefill profile."""
+        """Like Runner; in pieces where the call has more tokens than the engine's prefill profile."""
         (count, tokens), step = input_ids.shape, self.prefill_tokens
         counts = self._counts(input_ids, new_tokens).astype(np.int32)
         self._drop_guess()

@@ -84,7 +84,7 @@ class Text:
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def stream(self, tokens: Iterable[int], marks: Mapping[int, str] = NO_MARKS) -> Iterator[str]:
-        """Text of `tokens` as it becomes certain; `marks` as of TextPieces."""
+        """Text of `tokens` as it becomes certain; `marks`: see TextPieces."""
         pieces = TextPieces(self, marks)
         for token in tokens:
             if piece := pieces.push(token):
@@ -121,7 +121,7 @@ class Text:
         Args:
             messages: "role" and "content" (a text or text parts), "tool_calls" and "reasoning_content" where there are some.
             place: What was read before: nothing ("text"), the beginning of the first message here ("user"), an "answer".
-            tools: JSON schemas of functions, as of OpenAI.
+            tools: JSON schemas of functions, as OpenAI's API has them.
             arguments: Of the template, such as `enable_thinking`.
             goes_on: The last message goes on; None: where it is the assistant's.
             reply: End with what begins the assistant's answer.

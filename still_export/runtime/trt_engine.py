@@ -81,7 +81,7 @@ def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
 
 
 def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
-    """Register the package's plugins with TensorRT; arguments and result as of `find_plugin_library`.
+    """Register the package's plugins with TensorRT; arguments and result: see `find_plugin_library`.
 
     Raises:
         TrtError: As there; TensorRT refuses the library, or it has other plugins.

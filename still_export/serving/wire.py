@@ -20,10 +20,10 @@ from still_export.runtime.text import NO_MARKS, Text
 from still_export.serving.tool_calls import ToolCalls, form_of
 
 MOST_STOPS = 4
-"""Stop texts of a request, as of OpenAI."""
+"""Most stop texts of a request, as in OpenAI's API."""
 
 DEFAULT_TOKENS = 16
-"""Of /v1/completions where max_tokens is not given, as of OpenAI."""
+"""Of /v1/completions without max_tokens, as in OpenAI's API."""
 
 MOST_MESSAGE = 1000
 """Characters of an error: some quote what was asked."""
@@ -150,7 +150,7 @@ class Chat(Generation):
 class Asked:
     """A request that can be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning, as of `Text.marks`, and
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
     before calls of tools; reasoning, calls: what tells those from content.
     """
 

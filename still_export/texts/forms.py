@@ -171,7 +171,7 @@ class NaturalWriter:
 
     Args:
         text: Token ids of ordinary text for the filler, [N].
-        chat: Pieces of the chat template as of `turn_pieces`; None = no row is a chat.
+        chat: Pieces of the chat template (see `turn_pieces`); None = no row is a chat.
     """
 
     def __init__(self, tokenizer: Any, text: np.ndarray, chat: dict[str, str] | None) -> None:

@@ -91,15 +91,16 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,128")
     parser.add_argument("--activation", choices=("swiglu", "relu2"), default="swiglu")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--form", choices=("native", "own op", "body"), help="one alone, for its memory")
     options = parser.parse_args()
     found, sizes = Findings(), numbers(options.sizes)
     for bits in numbers(options.bits):
         held = tensors(sizes, bits, options.activation, 1)
+        others = "own op" if options.activation == "swiglu" else "body"
         forms = {
-            "native": session_of(held, bits, options.activation, False, options.threads, options.library),
-            "own op" if options.activation == "swiglu" else "body": session_of(
-                held, bits, options.activation, True, options.threads
-            ),
+            name: session_of(held, bits, options.activation, name != "native", options.threads, library)
+            for name, library in (("native", options.library), (others, ""))
+            if options.form in (None, name)
         }
         for tokens in numbers(options.tokens):
             feeds = {

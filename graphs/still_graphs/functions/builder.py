@@ -24,7 +24,7 @@ class Body:
     """How the body of an op is written.
 
     Args:
-        write: From a node, element type, opset and dims, as of `still_graphs.functions.function_body`.
+        write: From a node, element type, opset and dims; see `still_graphs.functions.function_body`.
         symbols: Those of `dims` that it needs.
         fused: Writes a body around the op that other domains have.
         runtime: Writes one around an op of ONNX Runtime alone, or around kernels of its own for parts of it; None where it has none

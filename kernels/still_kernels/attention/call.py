@@ -48,7 +48,7 @@ def _states(state: AttentionState) -> dict[str, Tensor | None]:
 
 
 def fastest_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Softmax attention with a cache by the fastest form that covers the call; results and errors as of `blocked_attention`.
+    """Softmax attention with a cache by the fastest form that covers the call; results and errors: see `blocked_attention`.
 
     On CUDA the Triton kernels, without reading anything back to the host: a sequence that outgrows the state gets NaN outputs there
     instead of an exception. Where gradients are asked for, and on the CPU, the PyTorch form.

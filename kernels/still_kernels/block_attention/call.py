@@ -39,7 +39,7 @@ def launch_block_attention(
 
 @op_of_keys(BLOCK_ATTENTION, Inputs)
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """As of `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
+    """Like `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
     reading anything back to the host: a sequence that outgrows the state is no error there."""
     query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
     if (

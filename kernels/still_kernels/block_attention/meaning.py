@@ -14,7 +14,7 @@ from still_kernels.attention.meaning import Inputs as AttentionInputs
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention, and which blocks of `block_size` tokens each token reads.
+    """Inputs of attention, and which blocks of `block_size` tokens each token reads.
 
     blocks: int [B, T, HK, S], -1 where there is none.
     """
@@ -43,5 +43,5 @@ class Inputs(AttentionInputs):
 
 
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, of each token to its own `blocks`."""
+    """Like `blocked_attention`, of each token to its own `blocks`."""
     return blocked_attention(inputs, state, in_place, inputs.seen)

@@ -15,7 +15,7 @@ BLOCK_ATTENTION = OpSpec(
         TensorSpec("blocks", ("B", "T", "HK", "S"), "int32", "activation"),
         *COUNTS,
     ),
-    # In place, as of still::Attention.
+    # In place, like still::Attention.
     states=KEY_AND_VALUE,
     outputs=(OUTPUT,),
     attributes=(AttributeSpec("block_size", 64),),

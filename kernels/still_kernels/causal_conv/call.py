@@ -35,7 +35,7 @@ def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: Til
 
 @traced_op(CAUSAL_CONV, Inputs)
 def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """The causal convolution by the fastest form that covers the call; results and errors as of `whole_causal_conv`.
+    """The causal convolution by the fastest form that covers the call; results and errors: see `whole_causal_conv`.
 
     On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
     form. Where a program is traced, one node.

@@ -18,7 +18,7 @@ TOKENS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call, as of the op's spec."""
+    """Tensors and attributes of one call; see the op's spec."""
 
     cluster: Tensor
     new_tokens: Tensor
@@ -35,7 +35,7 @@ class Inputs:
 
 @traced_op(CLUSTER_TOKENS, Inputs)
 def cluster_tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [B, T, HK, cluster_window] as of the op, and the clusters of all tokens [B, HK, N] after the call."""
+    """Blocks int32 [B, T, HK, cluster_window] (see the op), and the clusters of all tokens [B, HK, N] after the call."""
     counts = inputs.check(state)
     present, window = state.clone(), inputs.cluster_window
     blocks = torch.full((*inputs.cluster.shape, window), -1, dtype=torch.int32, device=state.device)

@@ -106,7 +106,7 @@ FLOAT8_FEWEST = 96
 
 
 def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool, blocked: bool) -> dict[str, KernelTile]:
-    """Of codes in e4m3; arguments as of `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there.
+    """Of codes in e4m3; arguments: see `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there.
 
     blocked: An output has several scales.
     """

@@ -51,7 +51,7 @@ class Stateless:
         launcher.Launcher().run(prepared, {**given, **made}, first)
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The outputs for any inputs, on CUDA: they are checked first, and made contiguous. Errors as of `check` and `launch`."""
+        """The outputs for any inputs, on CUDA: they are checked first, and made contiguous. Errors: see `check` and `launch`."""
         inputs.check()
         first = getattr(inputs, self.spec.inputs[0].name)
         if first.device.type != "cuda":

@@ -87,7 +87,7 @@ class StatelessOp(Op):
         return Stateless(self.kernels)
 
     def __call__(self, inputs: Any) -> Any:
-        """The results by the fastest form that covers the call; results and errors as of the definition.
+        """The results by the fastest form that covers the call; results and errors: see the definition.
 
         Raises:
             UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
@@ -101,7 +101,7 @@ class StatelessOp(Op):
         return results if len(self.kernels.spec.outputs) > 1 else results[0]
 
     def launch(self, inputs: Any, *outputs: Tensor, table: TileTable | None = None) -> None:
-        """Run the kernels into outputs that exist, as of `Stateless.launch`."""
+        """Run the kernels into outputs that exist; see `Stateless.launch`."""
         self._kernels.launch(inputs, *outputs, table=table)
 
 
@@ -123,12 +123,12 @@ def stateless_op(
 
     Args:
         defaults: Variants of an archive where nobody chooses.
-        definition, tiles: As of `StatelessOp`.
+        definition, tiles: See `StatelessOp`.
         module: Of the op's Triton functions, with `FUNCTIONS` by kernel.
         covers: Who has kernels for some types only, as a message says it: "gates have".
         also: What the kernels need of a call beside their types.
         compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
-        blocks: As of `builder`.
+        blocks: See `builder`.
         optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
     """
 

@@ -17,7 +17,7 @@ from still_kernels.torch_ops import traced_op
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64.
+    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64.
 
     rounded: What becomes of the rows that each matrix reads, for runtimes that round them; None: nothing.
     """

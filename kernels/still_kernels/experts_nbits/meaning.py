@@ -15,7 +15,7 @@ from still_kernels.sizes import sizes_of_call
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call, as of the op's spec; without zero points codes are around the middle of the grid."""
+    """Tensors and attributes of one call (see the op's spec); without zero points codes are around the middle of the grid."""
 
     input: Tensor
     expert: Tensor

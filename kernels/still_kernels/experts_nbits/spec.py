@@ -15,7 +15,7 @@ def _matrix(name: str, rows: str, inputs: str) -> tuple[TensorSpec, ...]:
 
 
 EXPERTS_NBITS = OpSpec(
-    # Symbols: those of Experts; IW, IS, IZ and MW, MS, MZ words of codes, scales and words of zero points of a row, as of MatMulNBits.
+    # Symbols: those of Experts; IW, IS, IZ and MW, MS, MZ words of codes, scales and words of zero points of a row; see MatMulNBits.
     name="ExpertsNBits",
     torch_name="experts_nbits",
     inputs=(*EXPERTS.inputs[:3], *_matrix("gate_up", "R", "I"), *_matrix("down", "I", "M")),

@@ -13,7 +13,7 @@ from still_kernels.greedy_token.spec import GREEDY_TOKEN
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`. Not every runtime compares half precision."""
+    """The function of `node`; arguments: see `still_graphs.functions.function_body`. Not every runtime compares half precision."""
     b = Scope()
     logits = b.cast("logits", TensorProto.FLOAT)
     infinite = b.constant(np.inf, "float32")

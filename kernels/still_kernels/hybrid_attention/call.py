@@ -121,7 +121,7 @@ class _Recompute(torch.autograd.Function):
 def hybrid_attention(
     inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, in_place: bool = False
 ) -> Result:
-    """Hybrid attention by the fastest kernel that covers the call; results as of `chunked_hybrid_attention`.
+    """Hybrid attention by the fastest kernel that covers the call; results: see `chunked_hybrid_attention`.
 
     On CUDA the Triton kernels, without reading anything back to the host: a row that outgrows the salient cache with
     overflow="error" gets NaN outputs instead of an exception. On the CPU the chunked form. Where an input asks for

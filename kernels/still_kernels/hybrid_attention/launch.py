@@ -80,7 +80,7 @@ def _prepare(
     pages: Pages | None,
     *call: Any,
 ) -> launcher.Prepared:
-    """The launches of a kind of call; `call` as of `call_of`, where states lie in pages with their number for the rows of the state."""
+    """The launches of a kind of call; `call` (see `call_of`), where states lie in pages with their number for the rows of the state."""
     if pages is not None:  # whose kernels know pages
         table = changed(table, "scan", {"scan_tma": 0, "linear_programs": 0})
         if config.cache == "int8":  # of which numbers for a copy by TMA would take more memory than requests save
@@ -178,7 +178,7 @@ def bind_decode(
     past_length are those of each call.
 
     Args:
-        factor: As of `Inputs.factor`.
+        factor: See `Inputs.factor`.
     """
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)

@@ -21,7 +21,7 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 class SelectionTies:
     """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
     choice is a chunk of a head. Where another selection was followed they are those of the worst token that came over the best that went,
-    below 0. Settings as of `HybridAttentionConfig`."""
+    below 0. Settings: see `HybridAttentionConfig`."""
 
     score = SCORE
     watched = ""
@@ -46,7 +46,6 @@ class SelectionTies:
         return found
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
-        """As of OpTies."""
         found: list[dict[int, np.ndarray]] = []
         for (expected, actual), errors in self._beside(pairs, own):
             found.append({})

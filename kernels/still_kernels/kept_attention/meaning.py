@@ -26,7 +26,7 @@ class KeptState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention, and what else the op's spec has."""
+    """Inputs of attention, and what else the op's spec has."""
 
     keep: Tensor | None = None
     past_length: Tensor | None = None

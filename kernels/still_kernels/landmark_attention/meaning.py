@@ -19,7 +19,7 @@ RETRIEVED = 32
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention.
+    """Inputs of attention, and:
 
     block_tokens: Of a block, its landmark among them, which is the last one.
     top_blocks: Blocks before its own that a head of a token reads; 0: all, and queries and keys have their positions.
@@ -40,7 +40,7 @@ class Inputs(AttentionInputs):
         return super().check()
 
     def attend(self, rows: slice, query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
-        """As of `blocked_attention`, in at least float32."""
+        """Like `blocked_attention`, in at least float32."""
         if self.top_blocks:
             parts = query.split(RETRIEVED, dim=1)
             starts = range(length, length + query.shape[1], RETRIEVED)
@@ -114,5 +114,5 @@ class Inputs(AttentionInputs):
 
 @op_of_keys(LANDMARK_ATTENTION, Inputs)
 def landmark_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, by way of landmarks."""
+    """Like `blocked_attention`, by way of landmarks."""
     return blocked_attention(inputs, state, in_place, attend=inputs.attend)

@@ -15,7 +15,7 @@ LANDMARK_ATTENTION = OpSpec(
     name="LandmarkAttention",
     torch_name="landmark_attention",
     inputs=(*HEADS, *COUNTS),
-    # In place, as of still::Attention.
+    # In place, like still::Attention.
     states=KEY_AND_VALUE,
     outputs=(OUTPUT,),
     attributes=(AttributeSpec("block_tokens", 51), AttributeSpec("top_blocks", 0), AttributeSpec("rope_base", 10000.0)),

@@ -61,7 +61,7 @@ def launch_linear_attention(
 
 
 def _fastest(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Linear attention by the fastest form that covers the call; results and errors as of `chunked_linear_attention`.
+    """Linear attention by the fastest form that covers the call; results and errors: see `chunked_linear_attention`.
 
     On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
     form. Where a program is traced, one node.

@@ -160,7 +160,7 @@ def _joined(first: Tensor, second: Tensor, between: Tensor) -> Tensor:
 
 
 def whole_linear_attention(inputs: Inputs) -> Tensor:
-    """Linear attention of sequences that have seen nothing; output and errors as of `chunked_linear_attention`."""
+    """Linear attention of sequences that have seen nothing; output and errors: see `chunked_linear_attention`."""
     batch, tokens = inputs.query.shape[:2]
     heads, size = inputs.value.shape[2:]
     state = empty_state(batch, heads, inputs.query.shape[-1], size, inputs.query.dtype, inputs.query.device)

@@ -15,7 +15,7 @@ from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTE
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention, and one of these.
+    """Inputs of attention, and one of these.
 
     correction: What multiplies keys, not scaled, [B, T, H, D].
     ridge: Above 0, [H].
@@ -114,5 +114,5 @@ def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Te
 def local_linear_attention(
     inputs: Inputs, state: AttentionState, in_place: bool = False
 ) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, with corrected values."""
+    """Like `blocked_attention`, with corrected values."""
     return blocked_attention(inputs, state, in_place, attend=inputs.attend)

@@ -23,7 +23,7 @@ LOCAL_LINEAR_ATTENTION = OpSpec(
         TensorSpec("ridge", ("H",), "float32", "weight", optional=True),
         *COUNTS,
     ),
-    # In place, as of still::Attention.
+    # In place, like still::Attention.
     states=KEY_AND_VALUE,
     outputs=(OUTPUT,),
 )

@@ -25,7 +25,7 @@ class RoutedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64. Keys are of unit length.
+    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64. Keys are of unit length.
 
     decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H].
     beta: Step size, [B, T, H].

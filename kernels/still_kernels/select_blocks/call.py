@@ -36,7 +36,7 @@ def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: Ti
 
 @traced_op(SELECT_BLOCKS, Inputs)
 def select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As of `naive_select_blocks`; on CUDA by the Triton kernels, where they cover the call; one node where a program is traced."""
+    """Like `naive_select_blocks`; on CUDA by the Triton kernels, where they cover the call; one node where a program is traced."""
     if not has_kernels(inputs.query.device):
         return naive_select_blocks(inputs, state)
     inputs.check(state)

@@ -22,7 +22,7 @@ LEAST, MOST = 1e-37, 1e37
 
 @dataclass(frozen=True)
 class Inputs(Choice):
-    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
+    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64."""
 
     query: Tensor
     key: Tensor
@@ -89,7 +89,7 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
 
 
 def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
-    """As of `Watch`, [HK, T, blocks], of scores and what is chosen by them [HK, T, slots or fewer]."""
+    """Like `Watch`, [HK, T, blocks], of scores and what is chosen by them [HK, T, slots or fewer]."""
     count = scores.shape[-1]
     places = torch.where(chosen < 0, count, chosen).long()
     taken = torch.zeros(*scores.shape[:-1], count + 1, dtype=torch.bool, device=scores.device)

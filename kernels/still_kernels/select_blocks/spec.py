@@ -10,7 +10,7 @@ from still_graphs.spec import AttributeSpec, AttributeValue, Growth, OpSpec, Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The op's attributes; `block_slots` as of `slots_of`."""
+    """The op's attributes; `block_slots` (see `slots_of`)."""
 
     block_size: int = 64
     mean_stride: int = 16

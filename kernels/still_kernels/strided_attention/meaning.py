@@ -16,7 +16,7 @@ from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention.
+    """Inputs of attention, and:
 
     row_tokens: Of a chunk, which has one row of the state.
     """

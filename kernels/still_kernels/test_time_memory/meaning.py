@@ -27,7 +27,7 @@ class MemoryState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
+    """Tensors and attributes of one call (see the op's spec), fp16, bf16, fp32 or fp64."""
 
     query: Tensor
     key: Tensor

@@ -205,7 +205,7 @@ def held_rows(
             whole, scales = (
                 scales.shape,
                 scales.reshape(-1, scales.shape[-1]),
-            )  # of experts in a stack as of one below another
+            )  # of experts in a stack as one below another
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
             zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)

@@ -15,7 +15,7 @@ from still_kernels.attention.meaning import AttentionState
 
 @dataclass(frozen=True)
 class BlockState(AttentionState):
-    """As of attention, and `key_sum` [B, HK, ceil(N / stride), D], in at least float32."""
+    """The state of attention, and `key_sum` [B, HK, ceil(N / stride), D], in at least float32."""
 
     key_sum: Tensor | None = None
 

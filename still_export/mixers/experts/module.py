@@ -96,7 +96,7 @@ class Router(nn.Module):
             raise ConfigError(f"a token goes to {at.k} experts and has {candidates} of {number} to choose from.")
 
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the margins of a call's choices; gives experts to go to, as of `naive_route`."""
+        """Called with the margins of a call's choices; gives experts to go to; see `naive_route`."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         inputs = RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing))
@@ -104,7 +104,7 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """The matrices of a block's experts: `gate_up`, whose rows take turns, and `down`, as of the op.
+    """The matrices of a block's experts: `gate_up`, whose rows take turns, and `down`; see the op.
 
     Raises:
         UnsupportedModelError: Another activation.
@@ -136,7 +136,7 @@ class RoutedExperts(nn.Module):
         base: The family's block; its submodules are taken over, not copied.
 
     Raises:
-        UnsupportedModelError, ConfigError: As of `Router` and `Stacked`; or the block has parts that are not known.
+        UnsupportedModelError, ConfigError: See `Router` and `Stacked`; or the block has parts that are not known.
     """
 
     specs = (ROUTE, EXPERTS)
@@ -175,7 +175,7 @@ class RoutedExperts(nn.Module):
 
 
 def swap_experts(layer: nn.Module, config: Any) -> None:
-    """Replace the blocks of experts of a family's layer, in place; errors as of RoutedExperts.
+    """Replace the blocks of experts of a family's layer, in place; errors: see RoutedExperts.
 
     Raises:
         UnsupportedModelError: The configuration names a router that the family's class is not, which does not read that name.

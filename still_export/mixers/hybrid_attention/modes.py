@@ -35,7 +35,7 @@ class TrainableAttention(StillAttention):
     selection: Tensor | None = None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """As of StillAttention; a call with a cache is hybrid attention always."""
+        """Like StillAttention; a call with a cache is hybrid attention always."""
         if past_key_values is not None:
             return super().mix(hidden, position_embeddings, past_key_values)
         project = fused(TrainableAttention.project, hidden.device, None)
@@ -134,7 +134,7 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, t
 
 @torch.no_grad()
 def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
-    """Squared attention, in full softmax, of some queries to the tokens beyond their windows; arguments as of `selection_loss`.
+    """Squared attention, in full softmax, of some queries to the tokens beyond their windows; arguments: see `selection_loss`.
 
     Squared: what is spread over hundreds of tokens is the linear memory's business, and the few heads that look something up would not
     be heard beside all those that spread.

@@ -121,7 +121,7 @@ class StillAttention(HybridOpModule):
         self.reset_parameters()
 
     def initial(self, name: str) -> Tensor:
-        """As of ProjectedAttention: identity directions, open gates."""
+        """Like ProjectedAttention: identity directions, open gates."""
         parameter = self.get_parameter(name)
         shape, dtype = parameter.shape, parameter.dtype
         if name.startswith("feature_"):

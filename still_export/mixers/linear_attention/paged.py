@@ -21,7 +21,7 @@ class PagedLinearAttention(PagedLayer):
     """One rank's heads of a layer whose state is that of one still::LinearAttention.
 
     Args:
-        rule, scale: As of the op.
+        rule, scale: See the op.
         states: H of the op, on this rank.
         shared: Query heads of a state.
         dim: D and V.

@@ -95,7 +95,7 @@ class LinearizedAttention(ProjectedAttention):
         weights: Mapping[str, Tensor],
         turn: Turn,
     ) -> dict[str, Tensor | None]:
-        """Tensors of the op, [.., heads, ..]; the arguments as of `rule_inputs`, with values [.., HK, D]."""
+        """Tensors of the op, [.., heads, ..]; the arguments: see `rule_inputs`, with values [.., HK, D]."""
         value = heads[2]
         query, key, decay, beta = cls.rule_inputs(*heads[:2], projected, weights, turn)
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -134,7 +134,7 @@ class LinearizedAttention(ProjectedAttention):
         position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: Any,
     ) -> Tensor:
-        """`normed` outputs [B, T, H, D]; `projected` and `weights` as of `rule_inputs`."""
+        """`normed` outputs [B, T, H, D]; `projected` and `weights` (see `rule_inputs`)."""
 
         def turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             return self.turned(query, key, position_embeddings)

@@ -16,7 +16,7 @@ _WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> Tensor:
-    """Values of the type `kind` of the gguf package, float32; errors as of `undone`."""
+    """Values of the type `kind` of the gguf package, float32; errors: see `undone`."""
     return torch.from_numpy(np.require(undone(data, kind, origin), np.float32, ["C", "W"])).reshape(shape)
 
 
@@ -92,7 +92,7 @@ def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     scales, least = head[..., 0], head[..., 1]
     low: np.ndarray
     high: np.ndarray
-    if wide:  # scales and offsets as of Q4_K
+    if wide:  # scales and offsets as in Q4_K
         factors, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
         scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
         least = -(least.reshape(-1, 1) * minima).reshape(outputs, -1)

@@ -52,7 +52,7 @@ class Stored:
         return np.asarray(self.tensor.data if self.expert is None else self.tensor.data[self.expert])
 
     def values(self) -> Tensor:
-        """float32; errors as of `dequantized`."""
+        """float32; errors: see `dequantized`."""
         return dequantized(self.raw, self.tensor.tensor_type, self.shape, f"{self.tensor.name} in {self.origin}")
 
     def halves(self) -> Tensor:

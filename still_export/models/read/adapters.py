@@ -26,7 +26,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
 
     Raises:
         ConfigError: The package takes no adapter, the adapter has more than LoRA, or adapts what the package has no place for.
-        CheckpointError, UnsupportedModelError: As of `merge_lora`.
+        CheckpointError, UnsupportedModelError: See `merge_lora`.
     """
     places = list((manifest.get("quantization") or {}).get("adapters") or ())
     if not places:
@@ -61,7 +61,7 @@ def adapter_inputs(path: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndar
     """The adapter `path` as inputs of the package, float32 by name: of each place A [K, R] and B [R, N], R the ranks of its weights.
 
     Raises:
-        ConfigError, CheckpointError, UnsupportedModelError: As of `read_pairs`.
+        ConfigError, CheckpointError, UnsupportedModelError: See `read_pairs`.
     """
     pairs = read_pairs(path, manifest)
     found: dict[str, np.ndarray] = {}

@@ -31,7 +31,7 @@ class ServedConfig:
 
         Raises:
             ConfigError: --max-model-len exceeds the capacity.
-            UnsupportedModelError: It has experts of a kind that is not served; or as of `paged_layers`.
+            UnsupportedModelError: It has experts of a kind that is not served; or see `paged_layers`.
         """
         config = model_config.hf_config
         family = config.model_type.removeprefix("still_")

@@ -54,10 +54,10 @@ def common_pages(
     """The pages of every layer that has some, for requests of at most `tokens` tokens; the engine knows one size.
 
     Args:
-        linear: As of `linear_state`.
+        linear: See `linear_state`.
 
     Raises:
-        UnsupportedModelError: They differ, a layer does not keep its linear state so, or as of `paged_layers`.
+        UnsupportedModelError: They differ, a layer does not keep its linear state so, or see `paged_layers`.
     """
     capacity = config.still.deployment.capacity(config)
     layers = [layer for layer in paged_layers(config, ranks) if layer is not None]

@@ -34,7 +34,7 @@ MARK = 1e3
 
 @dataclass(frozen=True)
 class ClusterKeys(AttentionState):
-    """As of attention, and `clusters` [B, H, N], in at least float32."""
+    """The state of attention, and `clusters` [B, H, N], in at least float32."""
 
     clusters: Tensor | None = None
 

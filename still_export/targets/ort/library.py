@@ -65,7 +65,7 @@ def build_with_archive(archive: Path, target: Path, include: Path | None = None)
     What was compiled before is linked again, which takes seconds.
 
     Raises:
-        PluginBuildError: As of `build_library`.
+        PluginBuildError: See `build_library`.
     """
     return _build(this_cpu(), include, archive, target)
 

@@ -109,8 +109,8 @@ def write_scan(
     """The state from chunk to chunk: `output` [B, T, H, G, V] and the state `present`.
 
     Args:
-        key: As of the call [B, H, T, D], whose sizes count.
-        terms: read [N, corrections + C * G, D], whose first rows are taken from what is added; added, scores, kept as of `ChunkTerms` of
+        key: Of the call, [B, H, T, D], whose sizes count.
+        terms: read [N, corrections + C * G, D], whose first rows are taken from what is added; added, scores, kept: see `ChunkTerms` of
             the kernels, kept [N, writes, D].
         start: What is left of the state at each token; None: all.
         writes: Rows that a chunk adds to the state.
