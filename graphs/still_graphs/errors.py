@@ -25,14 +25,18 @@ class UnsupportedError(StillExportError):
     """No kernel, body or target covers the request; the message lists what is covered."""
 
 
-def unknown(name: object, known: Iterable[str], where: str) -> ConfigError:
+def unknown(
+    name: object, known: Iterable[str], where: str, error: type[StillExportError] = ConfigError
+) -> StillExportError:
     """The error for a name that is none of `known`: it lists them, and the nearest one.
 
-    where: Subject of the sentence, which shows the name: "--cpu zen9".
+    Args:
+        where: Subject of the sentence, with the name: "--cpu zen9".
+        error: Its class.
     """
     import difflib
 
     names = list(known)
     near = difflib.get_close_matches(str(name), names, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{where} is unknown; known: {', '.join(names)}.{hint}")
+    return error(f"{where} is unknown; known: {', '.join(names)}.{hint}")

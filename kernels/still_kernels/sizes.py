@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
+from still_graphs.errors import CapacityError, ShapeError, UnsupportedError, unknown
 from still_graphs.spec import OpSpec, dimension, in_numbers
 from still_kernels.plan import Call, Plan
 
@@ -59,7 +59,7 @@ def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, i
     for attribute in spec.attributes:
         value = getattr(inputs, attribute.name)
         if attribute.choices and value not in attribute.choices:
-            raise ShapeError(f"{attribute.name}={value!r} is unknown; known: {', '.join(attribute.choices)}.")
+            raise unknown(value, attribute.choices, f"{attribute.name}={value!r}", ShapeError)
     return sizes
 
 

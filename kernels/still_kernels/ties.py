@@ -38,7 +38,7 @@ Pairs = list[tuple[Arrays, Arrays]]
 class Choices:
     """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
     `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
-    rounding turns in a right runtime; it is a figure, since which they are follows from the processor. `untold` are tokens with a choice
+    rounding turns in a right runtime; it is a figure, since which they are follows from the processor. `unreported` are tokens with a choice
     that nearly ties and that the runtime does not report."""
 
     compared: int = 0
@@ -46,7 +46,7 @@ class Choices:
     wrong: int = 0
     widest: float = 0.0
     expected: float = 0.0
-    untold: int = 0
+    unreported: int = 0
 
     def add(self, other: Choices) -> None:
         self.compared += other.compared
@@ -54,7 +54,7 @@ class Choices:
         self.wrong += other.wrong
         self.widest = max(self.widest, other.widest)
         self.expected += other.expected
-        self.untold += other.untold
+        self.unreported += other.unreported
 
 
 class OpTies(Protocol):
@@ -74,7 +74,7 @@ class OpTies(Protocol):
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
         """Of each pair by layer the sequences [B] in which the two sides chose otherwise on a near tie, as states show it."""
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """What a runtime chose in calls one after the other, by layer, as PyTorch can follow it; nothing where states do not show it."""
 
     def chooses(self, lengths: np.ndarray) -> bool:
@@ -95,7 +95,7 @@ class OpTies(Protocol):
 
 
 @runtime_checkable
-class Untold(Protocol):
+class UnreportedTies(Protocol):
     """Choices that no state shows: a runtime tells them, or nobody knows."""
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
@@ -121,8 +121,8 @@ class Ties:
                 each.update(more)
         return found
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        return {k: v for op in self.each for k, v in op.kept(calls).items()}
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        return {k: v for op in self.each for k, v in op.selected(calls).items()}
 
     def chooses(self, lengths: np.ndarray) -> bool:
         return any(op.chooses(lengths) for op in self.each)
@@ -145,7 +145,7 @@ class Ties:
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
         """By layer, tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right."""
-        return {k: v for op in self.each if isinstance(op, Untold) for k, v in op.open_tokens(leads).items()}
+        return {k: v for op in self.each if isinstance(op, UnreportedTies) for k, v in op.open_tokens(leads).items()}
 
     @property
     def shown(self) -> Ties:
@@ -157,7 +157,7 @@ class Ties:
         return any(output.startswith(f"present_{name}.") for op in self.each for name in (op.score, CHOSEN))
 
 
-def followed(leads: Iterable[np.ndarray]) -> Choices:
+def overruled(leads: Iterable[np.ndarray]) -> Choices:
     """Of choices that PyTorch followed, those that it would have made otherwise."""
     found = Choices()
     for lead in leads:

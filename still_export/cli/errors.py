@@ -116,6 +116,8 @@ def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
             end = f" Type: still-export export --config {shlex.quote(manifest)} {again[1]} ... -o OTHER"
         elif kind == "ConfigError":
             end = f" All flags: still-export {verb} -h"
+        elif kind == "UnsupportedModelError" and verb != "inspect":
+            end = f" What is known of it: still-export inspect {shlex.quote(subject)}"
     return f"{begin}{message}{end}"
 
 

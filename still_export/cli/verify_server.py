@@ -67,7 +67,7 @@ def verify_server(
     client.probe(reference.text(first), first)
     if not client.tokens:
         notes.append("the server accepts texts only: its tokenizer is part of what is compared")
-    if not client.tells:
+    if not client.logprobs:
         notes.append("the server reports no log-probabilities: its words are compared with the file's margins")
     job = proof.ServerProof(client, reference, lengths or proof.LENGTHS, seed=seed)
     with out.bar("asking", 6) as advance:

@@ -60,17 +60,20 @@ class Decisions:
 
     Args:
         seen: Choices of routers by place [B, N, k], of each layer that routes.
-        kept: By layer, what it selected; see `OpTies.kept`.
+        selected: By layer, what it selected; see `OpTies.kept`.
     """
 
     seen: Sequence[np.ndarray] = ()
-    kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+    selected: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def is_like(self, other: Decisions | None, near: float = 0.0) -> bool:
         """Whether both have the same choices. Numeric ones may differ by `near` times the largest."""
-        if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
+        if other is None or self.selected.keys() != other.selected.keys() or len(self.seen) != len(other.seen):
             return False
-        pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
+        pairs = [
+            *zip(self.seen, other.seen, strict=True),
+            *((x, other.selected[layer]) for layer, x in self.selected.items()),
+        ]
         return all(_alike(a, b, near) for a, b in pairs)
 
 
@@ -111,7 +114,7 @@ def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> 
     session.seen()
     outputs = session.carry(question.feeds)
     outputs += [session.step(group) for group in question.groups]
-    decisions = Decisions(session.seen(), ties.kept([as_numbers(call) for call in outputs]))
+    decisions = Decisions(session.seen(), ties.selected([as_numbers(call) for call in outputs]))
     if not keep:
         return Answer([], decisions)
     spill = SpillFile()

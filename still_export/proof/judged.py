@@ -30,7 +30,7 @@ class Judged:
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         least: Of each, what rows may err at least, by layer, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
-        beside: By output, what the rounding of features makes of all its numbers' errors, in sum.
+        feature_rounding: By output, what the rounding of features makes of all its numbers' errors, in sum.
         same: Where both find the same token the likeliest, over all calls.
         found: What is absolutely wrong of the target's outputs.
         open_rows: Rows behind near ties that the reference did not follow, which are not compared.
@@ -45,7 +45,7 @@ class Judged:
     found: Findings
     open_rows: int = 0
     guessed: bool = False
-    beside: Mapping[str, float] = field(default_factory=dict)
+    feature_rounding: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Judged:
         units: list[Arrays] = []
         least: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
-        beside: dict[str, float] = {}
+        feature_rounding: dict[str, float] = {}
         found = Findings()
         for number, (expected, actual) in enumerate(pairs):
             errors.append({})
@@ -94,7 +94,9 @@ class Judged:
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
                 if name in averaged:
                     sizes = np.abs(right, dtype=np.float64)
-                    beside[name] = beside.get(name, 0.0) + averaged[name] / 2 * float(sizes[np.isfinite(sizes)].sum())
+                    feature_rounding[name] = feature_rounding.get(name, 0.0) + averaged[name] / 2 * float(
+                        sizes[np.isfinite(sizes)].sum()
+                    )
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.unreported:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
@@ -106,14 +108,14 @@ class Judged:
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
         top = np.concatenate(same or [np.zeros(0, bool)])
-        return cls(case, errors, units, least, sums, top, found, open_rows, beside=beside)
+        return cls(case, errors, units, least, sums, top, found, open_rows, feature_rounding=feature_rounding)
 
     def distance(self, output: str) -> float:
         """Squared difference of both sides relative to PyTorch's square."""
         product, right, other = self.sums[output].tolist()[2:]
         return float((right + other - 2 * product) / max(right, TINY))
 
-    def held(self, output: str) -> list[np.ndarray]:
+    def errors_of_output(self, output: str) -> list[np.ndarray]:
         """The judged errors of `output`, call by call."""
         each = [(errors[output], units.get(output)) for errors, units in zip(self.errors, self.units, strict=True)]
         return [errors if unit is None else np.maximum(errors - unit, np.minimum(errors, 0)) for errors, unit in each]
@@ -123,9 +125,9 @@ class Judged:
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
         least = [rows[output] for rows in self.least if output in rows]
-        verdict = bounds.judge(self.case, output, self.held(output), least)
+        verdict = bounds.judge(self.case, output, self.errors_of_output(output), least)
         mean = total / count if count else 0.0
-        most = bounds.mean(self.case, output) + self.beside.get(output, 0.0) / max(count, 1)
+        most = bounds.mean(self.case, output) + self.feature_rounding.get(output, 0.0) / max(count, 1)
         if verdict.share <= 1 and mean > most:
             verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
         return OutputReport(

@@ -180,7 +180,7 @@ class Passage:
         # PyTorch is the reference, also on a GPU: the package's kernels must not check themselves.
         with pytorch_forms(), self._linear, of.layer(self._model, index):
             last = index == of.layers - 1
-            layer = _Layer(self._model, self._cache, index, last, of.states_of(index), self._linear)
+            layer = _LayerRun(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
                 chain.through(index, layer)
         self._linear.forget()
@@ -217,7 +217,7 @@ class _Reached(Exception):
     """Stops the model after the layer."""
 
 
-class _Layer:
+class _LayerRun:
     """Runs one layer the way its family calls it: earlier layers are skipped, later ones not reached."""
 
     def __init__(
@@ -226,10 +226,10 @@ class _Layer:
         self.model, self.cache, self.index, self.last, self.states = model, cache, index, last, states
         self.linear = linear
         self.seen: dict[str, Tensor] = {}
-        self.follow: Tensor | None = None
-        self.told: Tensor | None = None
+        self.experts: Tensor | None = None
+        self.tokens_to_select: Tensor | None = None
         self.unsure: Tensor | None = None
-        self.given: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
         self.after: Tensor | None = None
         self.gave: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
@@ -242,19 +242,19 @@ class _Layer:
     def _route(self, margins: Tensor) -> Tensor | None:
         """Record router scores [B, T, ., E] and choices; returns the experts, or blocks, [B, T, k] to use."""
         went = margins[..., -1:, :] > 0
-        told = self.follow
-        if told is not None:
+        experts = self.experts
+        if experts is not None:
             count = went.shape[-1]
-            places = torch.where((told < 0) | (told >= count), count, told)
+            places = torch.where((experts < 0) | (experts >= count), count, experts)
             one_hot = went.new_zeros(*went.shape[:-1], count + 1).scatter_(-1, places[:, :, None], True)[..., :count]
-            went = torch.where((told < 0).all(-1)[..., None, None], went, one_hot)
+            went = torch.where((experts < 0).all(-1)[..., None, None], went, one_hot)
         self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
-        return told
+        return experts
 
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
         """Replace `selected` by the given selection (arguments: see `Watch`), and record the tokens' places."""
-        if self.told is not None:
-            selected, unsure = _told(self.told, number, keys, selected)
+        if self.tokens_to_select is not None:
+            selected, unsure = _selected(self.tokens_to_select, number, keys, selected)
             self.unsure = unsure if self.unsure is None else self.unsure | unsure
         number = number[:, None, :, None]
         found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
@@ -294,7 +294,7 @@ class _Layer:
         layers[self.index].forward = compute
         positions = length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         try:
-            result = decode_given(self.model, positions, cache, tokens, self.given).last_hidden_state
+            result = decode_given(self.model, positions, cache, tokens, self.inputs).last_hidden_state
         except _Reached:
             result = found[0]
         finally:
@@ -323,14 +323,15 @@ class _Chain:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
-    def through(self, index: int, layer: _Layer) -> None:
+    def through(self, index: int, layer: _LayerRun) -> None:
         start = self.chain.start
         states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
-        follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
-        layer.told, layer.unsure = None if told is None else torch.from_numpy(told).to(self.device), None
+        experts, tokens = self.chain.follow.get(~index), self.chain.follow.get(index)
+        layer.tokens_to_select = None if tokens is None else torch.from_numpy(tokens).to(self.device)
+        layer.unsure = None
         for i, call in enumerate(self.chain.calls):
-            layer.follow = None if follow is None else self._at(follow, i)
-            layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
+            layer.experts = None if experts is None else self._at(experts, i)
+            layer.inputs = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
             read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
@@ -338,7 +339,7 @@ class _Chain:
                 self.hidden[i] = _with_hidden(self.hidden[i], read[0])
             layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            more = {HIDDEN: self._given(i, layer.gave)} if len(call.inputs) > index else {}
+            more = {HIDDEN: self._output(i, layer.gave)} if len(call.inputs) > index else {}
             self._keep(i, states | layer.seen | more, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index
@@ -347,7 +348,7 @@ class _Chain:
     def _tensor_of(self, given: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
 
-    def _given(self, number: int, hidden: Any) -> Tensor:
+    def _output(self, number: int, hidden: Any) -> Tensor:
         """The layer's output for a call, zero at padding."""
         given = hidden[0] if isinstance(hidden, tuple) else hidden
         real = torch.arange(given.shape[1], device=given.device) < self.new[number][:, None]
@@ -368,9 +369,9 @@ class _Chain:
     def _at(self, follow: np.ndarray, number: int) -> Tensor:
         """The given choices for the tokens of a call."""
         places = self.lengths[number][:, None] + torch.arange(self.tokens[number].shape[1], device=self.device)
-        told = self._tensor(follow)
-        within = (places < told.shape[1])[..., None]
-        found = told.gather(1, places.clamp_max(told.shape[1] - 1)[..., None].expand(-1, -1, told.shape[2]))
+        chosen = self._tensor(follow)
+        within = (places < chosen.shape[1])[..., None]
+        found = chosen.gather(1, places.clamp_max(chosen.shape[1] - 1)[..., None].expand(-1, -1, chosen.shape[2]))
         return torch.where(within, found, -1)
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
@@ -444,27 +445,26 @@ class _Linear:
         self.real = None
 
 
-def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected; and whether a key that
-    is told is not twice as near to its token as to any other."""
+def _selected(chosen: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """(`selected` with the chosen tokens of each chunk that has as many, whether a chosen key could belong to more than one token)."""
     few, unsure = selected.shape[3], torch.zeros((), dtype=torch.bool, device=keys.device)
-    if told.is_floating_point():
-        told = told[:, :, : told.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
-    chunks = told.shape[2]
-    if not chunks or told.shape[3] < few:
+    if chosen.is_floating_point():
+        chosen = chosen[:, :, : chosen.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
+    chunks = chosen.shape[2]
+    if not chunks or chosen.shape[3] < few:
         return selected, unsure
     known = ((number >= 0) & (number < chunks))[:, None, :, None]
-    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))
-    told = told.gather(2, at.expand(-1, told.shape[1], -1, *told.shape[3:]))
-    if told.is_floating_point():
-        known = known & (told.isfinite().all(-1) & told.any(-1)).all(-1, keepdim=True)
-        apart = torch.cdist(told.nan_to_num(), keys)
+    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (chosen.dim() - 3))
+    chosen = chosen.gather(2, at.expand(-1, chosen.shape[1], -1, *chosen.shape[3:]))
+    if chosen.is_floating_point():
+        known = known & (chosen.isfinite().all(-1) & chosen.any(-1)).all(-1, keepdim=True)
+        apart = torch.cdist(chosen.nan_to_num(), keys)
         own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
-        told = _in_order(apart * (1 - NEARER * own))
-        others = apart.scatter(4, told[..., None], torch.inf).amin(-1)
-        unsure = (known & (2 * apart.gather(4, told[..., None])[..., 0] > others)).any()
-    known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
-    return torch.where(known, told, selected), unsure
+        chosen = _in_order(apart * (1 - NEARER * own))
+        others = apart.scatter(4, chosen[..., None], torch.inf).amin(-1)
+        unsure = (known & (2 * apart.gather(4, chosen[..., None])[..., 0] > others)).any()
+    known = known & (chosen >= 0).all(-1, keepdim=True) & (chosen.diff(dim=-1) > 0).all(-1, keepdim=True)
+    return torch.where(known, chosen, selected), unsure
 
 
 def _in_order(apart: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def write_selections(session: Session, prompts: Prompts, package: Package, path:
             question = prompts.begin(number)
             decisions = ask(session, question, prompts.ties.shown, keep=False).decisions
             asked.append(_tokens(question))
-            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.kept.items()})
+            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.selected.items()})
             progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
         content |= {"words": prompts.words}  # the other machine may not be able to read the chat format

@@ -56,20 +56,20 @@ class Asks(Protocol):
 
 
 @dataclass(frozen=True)
-class Followed:
+class ReferenceRun:
     """The reference along one answer.
 
     Args:
         best: The likeliest token's log-probability at each place, [n].
         chosen: That of the server's token, [n].
-        told: Log-probabilities that the server reports, [n] or empty.
+        reported: Log-probabilities that the server reports, [n] or empty.
         own: Errors of PyTorch's own run in the file's type: of the server's and the likeliest token's log-probability, [2, n], or empty.
         lost: Where no likely token begins what the server says next, in words.
     """
 
     best: np.ndarray
     chosen: np.ndarray
-    told: np.ndarray
+    reported: np.ndarray
     own: np.ndarray
     lost: str = ""
 
@@ -124,7 +124,7 @@ class Reference:
         """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V]."""
         return logprobs_of(self.model, ids)
 
-    def follow(self, prompt: list[int], answer: Answer) -> Followed:
+    def follow(self, prompt: list[int], answer: Answer) -> ReferenceRun:
         """The reference's log-probabilities along the server's tokens."""
         context = prompt[-8:]
         before = self.text(context)
@@ -157,14 +157,14 @@ class Reference:
         places = np.arange(len(ids))
         chosen = table[places, ids] if ids else np.empty(0)
         best = table[: len(ids)].max(-1) if ids else np.empty(0)
-        told = np.array(answer.logprobs if len(answer.logprobs) == len(ids) else ())
+        reported = np.array(answer.logprobs if len(answer.logprobs) == len(ids) else ())
         own = np.empty((2, 0))
         if self.own is not None and ids:
             half = self.own([*prompt, *ids])[len(prompt) - 1 : -1]
             exact = table[: len(ids)]
             both = np.stack([np.array(ids), exact.argmax(-1)])
             own = np.abs(half[places, both] - exact[places, both])
-        return Followed(best, chosen, told, own, lost)
+        return ReferenceRun(best, chosen, reported, own, lost)
 
     def _rest(self, ids: list[int], said: str, answer: Answer) -> list[int]:
         """Guess the tokens of the remaining text, so that one pass covers all places."""
@@ -219,18 +219,18 @@ class ServerProof:
         for name, way in ways.items():
             asked[name] = list(way())
             done(name)
-        followed = {n: [self.reference.follow(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
-        bound = bound_of([f for rows in followed.values() for f in rows])
-        return [judge(name, rows, followed[name], bound) for name, rows in asked.items()]
+        runs = {n: [self.reference.follow(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
+        bound = bound_of([f for rows in runs.values() for f in rows])
+        return [judge(name, rows, runs[name], bound) for name, rows in asked.items()]
 
     def _ask(self, ids: list[int], most: int | None = None) -> Answer:
         return self.server.ask(ids if self.server.tokens else self.reference.text(ids), most or self.answer_tokens)
 
     def _prompts(self, way: int) -> list[list[int]]:
         made = prompts_of(self.reference, self.lengths, self.seed * 100 + way)
-        return made if self.server.tokens else [self._told(ids) for ids in made]
+        return made if self.server.tokens else [self._as_served(ids) for ids in made]
 
-    def _told(self, ids: list[int]) -> list[int]:
+    def _as_served(self, ids: list[int]) -> list[int]:
         """The ids of the text that is sent to a server that accepts no ids."""
         return self.reference.ids(self.reference.text(ids))
 
@@ -263,7 +263,7 @@ class ServerProof:
             cut = max(1, len(ids) - 3)
             middle = max(1, len(ids) // 2)
             for edited in ([*ids[:cut], *more[:5]], [*ids[:middle], *more[:3], *ids[middle : cut - 1]]):
-                sent = edited if self.server.tokens else self._told(edited)
+                sent = edited if self.server.tokens else self._as_served(edited)
                 yield sent, self._ask(sent), None
 
     def _pieces(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -288,27 +288,27 @@ class ServerProof:
             yield from zip(prompts, pool.map(self._ask, prompts), alone, strict=True)
 
 
-def bound_of(followed: Sequence[Followed]) -> float:
+def bound_of(runs: Sequence[ReferenceRun]) -> float:
     """Allowed error of a log-probability."""
-    own = [f.own for f in followed if f.own.size]
+    own = [f.own for f in runs if f.own.size]
     return max(FLOAT32, TIMES * max(float(x.max()) for x in own)) if own else FLOAT32
 
 
 def judge(
-    name: str, rows: Sequence[tuple[list[int], Answer, Answer | None]], followed: Sequence[Followed], bound: float
+    name: str, rows: Sequence[tuple[list[int], Answer, Answer | None]], runs: Sequence[ReferenceRun], bound: float
 ) -> WayReport:
     """Compare the answers of one way with the reference along them."""
     report = WayReport(name, requests=len(rows), bound=bound)
-    for number, ((ids, said, alone), found) in enumerate(zip(rows, followed, strict=True)):
+    for number, ((ids, said, alone), found) in enumerate(zip(rows, runs, strict=True)):
         behind = found.best - found.chosen
-        errors = np.abs(found.told - found.chosen) if found.told.size else np.zeros(1)
+        errors = np.abs(found.reported - found.chosen) if found.reported.size else np.zeros(1)
         worst = max(float(behind.max(initial=0)), float(errors.max(initial=0)))
         report.tokens += len(behind)
         report.worst = max(report.worst, worst)
         report.near_ties += int(((behind > 0) & (behind <= 2 * bound)).sum())
         report.changed += alone is not None and alone.text != said.text
         who = f"{name}, request {number} ({len(ids)} tokens)"
-        finite = bool(np.isfinite(found.told).all()) and bool(np.isfinite(behind).all())
+        finite = bool(np.isfinite(found.reported).all()) and bool(np.isfinite(behind).all())
         if found.lost:
             report.wrong.append(f"{who}: {found.lost}")
         elif not finite:

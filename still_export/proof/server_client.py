@@ -57,7 +57,7 @@ class Client:
     model: str | None = None
     per_second: float = PER_SECOND
     tokens: bool = field(default=False, init=False)
-    tells: bool = field(default=False, init=False)
+    logprobs: bool = field(default=False, init=False)
     penalties: Mapping[str, Any] = field(default_factory=lambda: PENALTIES, init=False)
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class Client:
             RunError: It answers neither form.
         """
         refused = ""
-        for penalties, tokens, tells in product((PENALTIES, {}), (True, False), (True, False)):
+        for penalties, tokens, logprobs in product((PENALTIES, {}), (True, False), (True, False)):
             self.penalties = penalties
-            status, content = self._send("POST", "/v1/completions", self._body(ids if tokens else prompt, 1, tells))
+            status, content = self._send("POST", "/v1/completions", self._body(ids if tokens else prompt, 1, logprobs))
             if status == 200:
-                self.tokens, self.tells = tokens, tells and bool(_logprobs(_choice(content)))
+                self.tokens, self.logprobs = tokens, logprobs and bool(_logprobs(_choice(content)))
                 return
             refused = _reason(content, status)
             if status in (401, 403, 404):
@@ -101,12 +101,12 @@ class Client:
         Raises:
             RunError: The server refuses or breaks.
         """
-        content = self._json("POST", "/v1/completions", self._body(prompt, most, self.tells))
+        content = self._json("POST", "/v1/completions", self._body(prompt, most, self.logprobs))
         choice = _choice(content)
         text, count = choice.get("text"), (content.get("usage") or {}).get("completion_tokens")
         if not isinstance(text, str):
             raise RunError(f"{self.address} answers a completion without text")
-        said = _logprobs(choice) if self.tells else ()
+        said = _logprobs(choice) if self.logprobs else ()
         return Answer(
             text, count if isinstance(count, int) else len(said) or None, choice.get("finish_reason") == "stop", said
         )
@@ -115,9 +115,9 @@ class Client:
         """Drop the connections."""
         self._http.close()
 
-    def _body(self, prompt: str | list[int], most: int, tells: bool) -> dict[str, Any]:
+    def _body(self, prompt: str | list[int], most: int, logprobs: bool) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": most, "temperature": 0}
-        return {**body, **self.penalties} | ({"logprobs": 1} if tells else {})
+        return {**body, **self.penalties} | ({"logprobs": 1} if logprobs else {})
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         status, content = self._send(method, path, body)

@@ -144,7 +144,7 @@ class TorchCases:
         """The draft of a case with the choices of a runtime."""
         draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
         seen = {~layer: went for layer, went in zip(self._layers, decisions.seen, strict=False)}
-        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.kept)))
+        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.selected)))
 
     def _measure(
         self,

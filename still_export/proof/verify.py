@@ -211,7 +211,7 @@ class Verifier:
 
     def compare(self, number: int, case: Case, answers: Answers) -> list[Judged]:
         """Judge the subject's answers to a case, and its answers with guessed tokens in the steps."""
-        found = [self._compared(case, answers.cases[number], answers.selections, self._followed)]
+        found = [self._compared(case, answers.cases[number], answers.selections, self._same_choices)]
         if number in answers.guessed:
             table, guessed = StateTable.of(self.package.manifest), answers.guessed[number]
             case = replace(case, name=f"{case.name}, guessed")
@@ -220,7 +220,7 @@ class Verifier:
         return found
 
     @property
-    def _followed(self) -> bool:
+    def _same_choices(self) -> bool:
         """Whether PyTorch made this subject's choices."""
         return self.cases.follows or bool(getattr(self.cases, "followed", False))
 
@@ -229,7 +229,7 @@ class Verifier:
         case: Case,
         answer: Answer,
         total: Choices,
-        followed: bool,
+        same_choices: bool,
         guessed: StateTable | None = None,
         summed: Mapping[str, float] | None = None,
     ) -> Judged:
@@ -240,9 +240,9 @@ class Verifier:
         if self.subject.watch and not (answer.decisions.seen and self.cases.follows):
             case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
-        found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
+        found.expected, found.unreported = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
-        turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
+        turned = [] if same_choices else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
         if summed is None:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
@@ -339,10 +339,10 @@ def _carries_more(case: Case, answer: Answer) -> bool:
 def _not_compared(selections: Choices, rows: int) -> list[str]:
     """What choices leave open, one line each."""
     found = []
-    if selections.untold:
+    if selections.unreported:
         found.append(
-            f"{selections.untold} tokens with a near tie between experts or blocks, which this runtime does not report: their logits, and "
-            "what later layers keep of them, are not compared"
+            f"{selections.unreported} tokens with a near tie between experts or blocks, which this runtime does not report: "
+            "their logits, and states of later layers, are not compared"
         )
     if rows:
         found.append(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from still_graphs.edits import attribute, sizes
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.spec import CACHE, StateSpec, TensorSpec, dimension
@@ -61,7 +61,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
 
 def _spec(node: ir.Node) -> OpSpec:
     if node.op_type not in OPS:
-        raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+        raise unknown(node.op_type, sorted(OPS), f"{DOMAIN}::{node.op_type}", UnsupportedError)
     return OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from still_graphs.conditions import ABSENT_INPUTS, still_nodes
 from still_graphs.edits import Writer, attribute, is_standard, put_in_place
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.spec import CACHE
@@ -42,7 +42,7 @@ def lower_plugin_nodes(model: ir.Model) -> int:
 
 def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) -> None:
     if node.op_type not in OPS:
-        raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+        raise unknown(node.op_type, sorted(OPS), f"{DOMAIN}::{node.op_type}", UnsupportedError)
     spec = OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
     inputs = [*node.inputs, *[None] * (len(spec.input_names()) - len(node.inputs))]
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]

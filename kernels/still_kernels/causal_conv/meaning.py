@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from still_graphs.errors import ShapeError
+from still_graphs.errors import ShapeError, unknown
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.sizes import tensors_of
 
@@ -49,7 +49,7 @@ class Inputs:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
         known = CAUSAL_CONV.attribute("activation").choices
         if self.activation not in known:
-            raise ShapeError(f"activation={self.activation!r} is unknown; known: {', '.join(known)}.")
+            raise unknown(self.activation, known, f"activation={self.activation!r}", ShapeError)
         if self.input.dim() != 3 or self.weight.dim() != 3:
             raise ShapeError(
                 f"input, weight: expected [B, T, C], [C, 1, K], got {list(self.input.shape)}, {list(self.weight.shape)}."

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from still_export.cli.errors import as_typed
 from still_export.cli.main import PANELS, VERBS, app
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
@@ -539,3 +540,8 @@ def test_a_servers_key_may_stand_in_the_environment(
         ServeOptions(port=70000)
     with pytest.raises(ConfigError, match="--when-full wait is unknown; known: ask, drop, stop"):
         AnswerOptions(when_full="wait")
+
+
+def test_an_unsupported_model_ends_with_a_command() -> None:
+    said = as_typed("head_dim=96 in config.json.", "UnsupportedModelError", ["export", "some model", "-o", "p"])
+    assert said.startswith("export some model: ") and said.endswith("still-export inspect 'some model'")

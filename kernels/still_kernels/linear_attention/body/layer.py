@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.functions.builder import FLOAT, Scope
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 
@@ -39,7 +39,7 @@ class Layer:
         rules = LINEAR_ATTENTION.attribute("update_rule")
         rule = attributes["update_rule"].s.decode() if "update_rule" in attributes else str(rules.default)
         if rule not in rules.choices:
-            raise UnsupportedError(f"{name}: update_rule={rule!r} has no body; known: {', '.join(rules.choices)}.")
+            raise unknown(rule, rules.choices, f"{name}: update_rule={rule!r}", UnsupportedError)
         given = dict(zip(LINEAR_ATTENTION.input_names(), node.input, strict=False))
         for gate, takers in (("decay", GATED), ("beta", DELTA)):
             if bool(given[gate]) != (rule in takers):
