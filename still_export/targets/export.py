@@ -1,4 +1,4 @@
-"""From a model to the package of a target; what flags and the manifest of an export to repeat ask for."""
+"""Export a model to the package of a target, from flags or the manifest of an earlier export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export(
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Export a model to the package of a target: the portable package, lowered.
+    """Export a model to the package of a target: write the portable package, then lower it.
 
     Args:
         output: The package folder; written whole or not at all.
@@ -69,7 +69,7 @@ def export(
 
 @dataclass(frozen=True)
 class Job:
-    """An export of `asked` to the target `to` (a name as `--to` has it, or a record's) with its `options`."""
+    """An export `asked` to the target `to` (a name as in `--to`, or a record's) with its `options`."""
 
     asked: ExportOptions
     to: str
@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] | None = None) -> Job:
-    """The job of flags, which change what a manifest records.
+    """The export job of flags, which override the manifest's options.
 
     Args:
         to: Target, None: the manifest's, else onnx.
@@ -113,17 +113,17 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
         asked = ExportOptions(**{"dtype": meant.dtype, **given})
     else:
         asked = replace(ExportOptions.from_manifest(manifest), **given)
-    # The manifest is read from other working directories.
+    # The manifest may be read from another working directory.
     asked = replace(asked, model=_absolute(asked.model), overlays=tuple(map(_absolute, asked.overlays)))
     asked = replace(asked, calibrate=tuple(map(_absolute, asked.calibrate)))
     options = meant.options.from_manifest(recorded, **chosen)
     target = target_of(name, options)
-    # A refusal comes before anything is read; the layout of the type that is asked for, or of the least demanding one.
+    # Refuse before anything is read, for the layout of the type asked for or the least demanding one.
     asked.quantization(target.layout_for(asked.dtype, options), target.to)
     demand(target, asked, options)
     return Job(asked, name, options)
 
 
 def _absolute(source: str) -> str:
-    """A path as an absolute one; hub ids stay. Links do: behind those of Hugging Face's cache a GGUF file has neither ending nor parts."""
+    """An absolute path; hub ids and links stay, because link targets in Hugging Face's cache have no suffix."""
     return os.path.abspath(source) if Path(source).exists() else source

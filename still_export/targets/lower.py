@@ -1,4 +1,4 @@
-"""From a portable package to the package of a target: needs neither torch nor the checkpoint, and streams the weights."""
+"""Lower a portable package to a target. Needs neither torch nor the checkpoint; weights are streamed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dumper(folder: Path) -> Dump:
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
-    """The graph with places in no file in the stead of its weights, none of which is read."""
+    """The graph with external references in place of its weights, which are not read."""
     held = {value: value.const_value for value in model.graph.initializers.values()}
     for value, tensor in held.items():
         if tensor is not None and tensor.nbytes > SMALL_BYTES:
@@ -65,7 +65,7 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
 
 
 PORTABLE_FOLDER = ".portable.part"
-"""A name that no manifest lists."""
+"""A name that no manifest has."""
 
 
 def lower(
@@ -80,7 +80,7 @@ def lower(
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Make the package of a target from a portable one; bits and capacity are what that was exported with.
+    """Make the package of a target from a portable one. Bits and capacity are those of the export.
 
     Args:
         package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
@@ -112,7 +112,7 @@ def lower(
 
 
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
-    """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
+    """Raise ConfigError, before anything is read, if `target` with `options` does not support the export `asked`."""
     target.demand(asked, options)
     if asked.dtype != "auto":
         target.check_dtype(asked.dtype)
@@ -136,7 +136,7 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
 
 
 def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a flag, by its field, that means nothing to the target."""
+    """Raise ConfigError for a flag, by its field, that does not apply to the target."""
     for name in given:
         theirs = [t for t in registry.TARGETS if name in t.flags]
         if theirs and name not in target.flags:
@@ -193,7 +193,7 @@ def lower_into(
 
 
 def demand_portable(package: Package) -> Package:
-    """`package`; raises PackageError where others cannot be lowered from it."""
+    """Returns `package`; raises PackageError unless it is portable."""
     if not (package.path / PORTABLE).is_file():
         raise PackageError(
             f"{package.path} was lowered for {package.manifest['target']}: targets are made from the portable package. "
@@ -203,18 +203,18 @@ def demand_portable(package: Package) -> Package:
 
 
 def portable_identity(files: dict[str, Any]) -> str:
-    """Identity of a portable package: the hash of its weights, or of its graph where that holds them."""
+    """Identity of a portable package: the hash of its weight file, or of its graph if that contains the weights."""
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 
 def state_identity(content: dict[str, Any]) -> str:
-    """What tells whether a package goes on from another's states: a hash of the portable package's weights, layers and states."""
+    """Identity of a package's states, for continuing another package's: a hash of the portable package's weights, layers and states."""
     told = [content[name] for name in ("portable", "model", "still", "states")]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
-    """Run the target's passes and write the graph, and the weights where passes changed them; whether they did."""
+    """Run the target's passes; write the graph, and the weights if passes changed them. Returns (graph, whether weights changed)."""
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())

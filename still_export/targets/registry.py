@@ -15,7 +15,7 @@ from still_export.targets.trt_rtx.target import TRT_RTX
 from still_export.targets.web.target import WEB
 
 TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX)
-"""Several records may share a name for `--to`; the first whose `takes` accepts the options is meant."""
+"""Records may share a name for `--to`; the first whose `takes` accepts the options is used."""
 
 
 def names() -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def targets_of(name: str, where: str = "--to") -> list[Target]:
 
 
 def target_of(name: str, options: Any = None) -> Target:
-    """The target `name`, as `options` of it choose; None: its plainest record.
+    """The target `name` that `options` select; None: its plainest record.
 
     Raises:
         ConfigError: There is none.
@@ -45,7 +45,7 @@ def target_of(name: str, options: Any = None) -> Target:
 
 
 def packaged_target(manifest: dict[str, Any]) -> Target:
-    """The plainest record of what a package is for.
+    """The plainest record of a package's target.
 
     Raises:
         ConfigError: This version does not know it.

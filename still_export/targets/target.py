@@ -1,4 +1,4 @@
-"""A target is one record: allowed types and options, the passes to it, its files and its runtime. Everything else asks the record."""
+"""A target is one record: allowed types and options, its passes, files and runtime. Everything else reads the record."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from still_export.options import names_of
 from still_graphs.pipelines import Dump, Pass
 
 FLOAT_WEIGHTS = "float weights"
-"""Trait of a package whose weights are not quantized."""
+"""Trait: the weights are not quantized."""
 
 SPECULATION = "speculation"
-"""Trait of a package exported with --speculate."""
+"""Trait: exported with --speculate."""
 
 
 class BuildError(StillExportError):
-    """The builder of engines is missing, refused the graph, or built an engine that is not what was asked for."""
+    """The engine builder is missing, refused the graph, or built another engine than requested."""
 
 
 class NoBuilderError(BuildError):
@@ -48,8 +48,7 @@ class Lowering:
     changed: set[str] = field(default_factory=set)
 
 
-def _nothing(*_: Any) -> None:
-    """Demands nothing."""
+def _nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Target:
         ready: Makes the tools that the options need ready; raises where one is not here.
         takes: Whether options of `to` mean this record.
         portable: The package stays one that others are lowered from.
-        dtype: Default of --dtype.
+        dtype: Default type.
         runtime: Name of what runs it here (still_export.loading.runtimes), None: nothing.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
         built: It has engines, which `still-export build` builds in a package (still_export.engines).
@@ -115,7 +114,7 @@ class Target:
         return names_of(self.options)
 
     def layout_for(self, dtype: str, options: Any = None) -> Layout:
-        """Form of low-bit weights beside activations of `dtype`; `options` None: the plainest."""
+        """Form of low-bit weights with activations of `dtype`; `options` None: the plainest."""
         if self.own_layouts is not None and (options is None or not self.own_layouts(options)):
             return self.layout
         return self.layouts.get(dtype, self.layout)

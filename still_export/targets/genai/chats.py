@@ -1,4 +1,4 @@
-"""What onnxruntime-genai makes of a package's chat template: it has an engine of its own, which knows a part of Jinja."""
+"""Check what onnxruntime-genai makes of a package's chat template: its own engine supports a part of Jinja."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
-    """Warn in a line where genai, if it is installed, renders chats otherwise than the model's template."""
+    """Warn if an installed genai renders chats differently from the model's template."""
     chat = read_format(manifest.get("chat"))
     if chat is None:
         return
@@ -52,7 +52,7 @@ def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
         try:
             right = chat.render(messages, tools=tools or None)
         except RunError:
-            continue  # the template takes no such chat
+            continue  # the template refuses such a chat
         try:
             given = {"tools": json.dumps(tools)} if tools else {}
             found = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)

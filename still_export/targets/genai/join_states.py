@@ -36,7 +36,7 @@ RANKS = (3, 4)
 
 
 def past_name(layer: int | str, name: str) -> str:
-    """genai's name of an input; "%d" for a layer makes the template of the names."""
+    """genai's name of an input; layer "%d" gives the template of names."""
     return f"past_key_values.{layer}.{name}"
 
 
@@ -47,7 +47,7 @@ def present_name(layer: int | str, name: str) -> str:
 
 @dataclass
 class _State:
-    """A state of a node: where it stands, and its dimensions but the batch."""
+    """A state of a node: its input and output, and its dimensions except the batch."""
 
     node: ir.Node
     spec: StateSpec
@@ -72,7 +72,7 @@ def join_states(model: ir.Model) -> int:
 
 
 def joined_states(model: ir.Model) -> str:
-    """There are no states but genai's."""
+    """Only genai's states are left."""
     sides = (model.graph.inputs, "past_", past_name), (model.graph.outputs, "present_", present_name)
     left = [
         str(value.name)
@@ -141,7 +141,7 @@ class _Joiner:
             self._rename(layer, name, state)
 
     def _recurrent(self, layer: int, states: list[_State]) -> None:
-        """All other states of a layer."""
+        """All states of a layer except keys and values."""
         if not states:
             return
         if len({s.node for s in states}) == 1 < len(states):
@@ -158,7 +158,7 @@ class _Joiner:
                 self._pass_on(layer, name, [1] * (RANKS[part] - 1), dtype)
 
     def _join_node(self, layer: int, states: list[_State]) -> None:
-        """Put the joined form of the op in the place of its node."""
+        """Replace a node by the joined form of its op."""
         from still_graphs.functions.joined import (  # with onnx, which programs that run packages lack
             PREFIX,
             STATES,
@@ -193,7 +193,7 @@ class _Joiner:
         self.graph.remove(node, safe=True)
 
     def _function(self, node: ir.Node, spec: OpSpec, shapes: dict[str, list[int]]) -> str:
-        """Overload of the joined form's function, made once for nodes that are alike."""
+        """Overload of the joined form's function, made once for equal nodes."""
         from still_graphs.functions.joined import joined_body, written
 
         key = node.op_type, node.overload, written(shapes)
@@ -206,7 +206,7 @@ class _Joiner:
         return self.functions[key]
 
     def _join_values(self, layer: int, part: int, states: list[_State]) -> None:
-        """Several small states side by side in one tensor, by standard ops."""
+        """Concatenate several small states in one tensor, by standard ops."""
         counts, name = [math.prod(s.shape) for s in states], RECURRENT[part]
         ones = [1] * (RANKS[part] - 2)
         axis = len(ones) + 1
@@ -226,7 +226,7 @@ class _Joiner:
         self._give(whole, r.node("Concat", pieces, present_name(layer, name), axis=axis))
 
     def _tensor(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:
-        """One of genai's tensors, an input; those of a name are alike in all layers."""
+        """One of genai's tensors, as an input; tensors of the same name are equal in all layers."""
         known = self.shapes.setdefault(name, (layer, tuple(shape), dtype))
         if known[1:] != (tuple(shape), dtype):
             raise UnsupportedError(
@@ -241,7 +241,7 @@ class _Joiner:
         return self.inputs[-1]
 
     def _give(self, past: ir.Value, present: ir.Value) -> None:
-        """Let `present` be the output that becomes `past`."""
+        """Make `present` the output for `past`."""
         assert past.dtype is not None
         present.name = "present" + str(past.name).removeprefix("past_key_values")
         self.outputs.append(typed(present, sizes(past), past.dtype))
@@ -252,13 +252,13 @@ class _Joiner:
         self._give(past, state.present)
 
     def _pass_on(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> None:
-        """A tensor that genai wants and nothing uses."""
+        """A tensor that genai requires and no node uses."""
         self.writer.place = None
         past = self._tensor(layer, name, shape, dtype)
         self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
 
     def _take_batch_elsewhere(self, past: ir.Value) -> None:
-        """Take the number of rows, which the exporter takes from any input, from the tokens."""
+        """Read the number of rows from the tokens; the exporter reads it from any input."""
         tokens = next(value for value in self.graph.inputs if value.name == "input_ids")
         for node, index in list(past.uses()):
             if is_standard(node, "Shape") and (attribute(node, "start"), attribute(node, "end")) == (0, 1):
@@ -271,12 +271,12 @@ def _type(state: _State) -> ir.DataType:
 
 
 def _part(state: _State) -> int:
-    """Which of genai's two tensors has it."""
+    """Index of genai's tensor that stores it."""
     from still_graphs.functions.joined import part_of
 
     return part_of(OPS[state.node.op_type], state.spec.name)
 
 
 def _is_cache(state: _State) -> bool:
-    """Whether it holds rows of every position, as genai's own caches do."""
+    """Whether it has a row for each position, as genai's own caches have."""
     return state.spec.growth is not None and state.spec.growth.per == 1

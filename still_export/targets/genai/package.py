@@ -1,4 +1,4 @@
-"""What onnxruntime-genai reads of a package: one more graph over the same weights, and a configuration."""
+"""onnxruntime-genai's part of a package: another graph over the same weights, and a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from still_kernels.attention.spec import ATTENTION
 GRAPH = "genai.onnx"
 CONFIG = "genai_config.json"
 NO_LIMIT = 1 << 20
-"""`context_length` of models whose states have one size for any number of tokens."""
+"""`context_length` of models whose state size does not depend on the number of tokens."""
 
 
 PASSES = (
@@ -38,7 +38,7 @@ PASSES = (
 
 
 def demand_genai(asked: ExportOptions, options: Any) -> None:
-    """Raise ConfigError for what a package for genai cannot have."""
+    """Raise ConfigError for options that genai does not support."""
     if asked.adapters:
         raise ConfigError(
             "--adapters: genai has no inputs for adapters that are exchanged; add one with --overlay, or export --to onnx."
@@ -50,7 +50,7 @@ def demand_genai(asked: ExportOptions, options: Any) -> None:
 
 
 def check_genai(manifest: dict[str, Any], options: Any) -> None:
-    """Raise for what ONNX Runtime's kernels do not compute, and for caches that genai does not keep."""
+    """Raise for what ONNX Runtime's kernels do not compute, and for caches that genai does not support."""
     check_ort(manifest, options)
     if manifest["still"].get("cache") == "int8" and ATTENTION.name in manifest["ops"]:
         raise UnsupportedError(
@@ -60,7 +60,7 @@ def check_genai(manifest: dict[str, Any], options: Any) -> None:
 
 
 def finish(lowering: Lowering, graph: Any) -> None:
-    """Write what a package for ONNX Runtime has, genai's graph over its weights and genai's configuration."""
+    """Write everything of an ONNX Runtime package, genai's graph over its weights, and genai's configuration."""
     finish_ort(lowering, graph)
     lowering.say("joining the states for genai")
     run_passes(graph, PASSES, lowering.dump)
@@ -72,7 +72,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
 
 
 def derived_files(folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """genai_config.json of a package whose other files are written."""
+    """genai_config.json of an otherwise complete package."""
     inputs = ir.load(folder / GRAPH).graph.inputs
     shapes = {str(v.name): [d for d in v.shape or () if isinstance(d, int)] for v in inputs}
     return {CONFIG: json.dumps(genai_config(folder, manifest, shapes), indent=1) + "\n"}
@@ -125,7 +125,7 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
 
 
 def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
-    """The token that genai takes for padding at the end of the prompts of a batch."""
+    """The token that genai pads a batch's prompts with, at their end."""
     if (given := generation.get("pad_token_id")) is not None and given >= 0:
         return int(given)
     token = _json(folder / "tokenizer_config.json").get("pad_token")
@@ -141,5 +141,5 @@ def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; empty where there is no such file."""
+    """The JSON object in a file; empty if the file is missing."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Compute the lengths from an attention mask, which is what onnxruntime-genai gives.
+"""Compute lengths from an attention mask, which genai provides.
 
 A row's mask has as many ones as the row has tokens after the call. genai pads on the right and in the first call alone, so of the tokens
 of a call those are new that the mask counts, all of them where it counts more: the others came before.
@@ -41,6 +41,6 @@ def take_lengths_from_mask(model: ir.Model) -> int:
 
 
 def lengths_from_mask(model: ir.Model) -> str:
-    """Lengths are not the host's to give."""
+    """The host provides no lengths."""
     left = [str(v.name) for v in (*model.graph.inputs, *model.graph.outputs) if v.name in (*COUNTS, LENGTH)]
     return f"inputs or outputs that genai has not, {', '.join(left)}" if left else ""

@@ -1,4 +1,4 @@
-"""ONNX Runtime's C headers, which no wheel of it has: where they are, and how to get them."""
+"""ONNX Runtime's C headers, which its wheels lack: find or fetch them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ USUAL_INCLUDES = tuple(
 )
 CACHE_VARIABLE = "STILL_CACHE"
 NAME = "libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"
-"""Of Debian, 85 KB, MIT licence; the headers are the same on every architecture."""
+"""Debian's package, 85 KB, MIT licence; the headers are the same on every architecture."""
 URL = f"http://deb.debian.org/debian/pool/main/o/onnxruntime/{NAME}"
 SHA256 = "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"
 TIMEOUT_S = 60
 
 
 def cache_folder() -> Path:
-    """Where headers and libraries are kept: STILL_CACHE, or still-export's folder in the user's cache. It may be deleted at any time."""
+    """The cache of headers and libraries: STILL_CACHE, or still-export's folder in the user's cache. It may be deleted at any time."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "still-export"
 
 
 def make_cache(folder: Path) -> Path:
-    """`folder` of the cache, made where it is not there.
+    """Create `folder` in the cache.
 
     Raises:
         PluginBuildError: It cannot be written.
@@ -57,7 +57,7 @@ def fetched_headers() -> Path:
 
 
 def find_onnxruntime_headers(asked: Path | None = None) -> Path:
-    """Folder of ONNX Runtime's C header: `asked`, or that of STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
+    """Folder of ONNX Runtime's C header: `asked`, STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
 
     Raises:
         PluginBuildError: It is not there.
@@ -76,7 +76,7 @@ def find_onnxruntime_headers(asked: Path | None = None) -> Path:
 
 
 def fetch_headers() -> Path:
-    """The headers' folder in the cache, fetched from Debian's package libonnxruntime-dev where they are not there yet.
+    """The headers' folder in the cache; fetched from Debian's package libonnxruntime-dev if missing.
 
     Raises:
         PluginBuildError: They cannot be had, or are not the ones expected.
@@ -102,7 +102,7 @@ def fetch_headers() -> Path:
     make_cache(folder)
     with tarfile.open(fileobj=io.BytesIO(_members(package)["data.tar.xz"])) as tar:
         headers = [entry for entry in tar if entry.isfile() and entry.name.endswith(".h")]
-        headers.sort(key=lambda entry: entry.name.endswith(HEADER))  # the one that is looked for comes last
+        headers.sort(key=lambda entry: entry.name.endswith(HEADER))  # the default name comes last
         for entry in headers:
             content = tar.extractfile(entry)
             if content is not None:
@@ -111,7 +111,7 @@ def fetch_headers() -> Path:
 
 
 def compiler_flags(genai: bool = False) -> list[str]:
-    """What a compiler needs for a program in C++: the headers, and the library of onnxruntime's wheel under the name that it is loaded by.
+    """Compiler flags for a C++ program: the headers, and the library in onnxruntime's wheel under its loading name.
 
     Args:
         genai: Link onnxruntime-genai's, too.
@@ -147,7 +147,7 @@ def _wheel(module: str) -> Path:
 
 
 def _members(archive: bytes) -> dict[str, bytes]:
-    """Files of an ar archive, which a .deb is, by name."""
+    """Files of an ar archive (a .deb), by name."""
     found, at = {}, 8
     while at + 60 <= len(archive):
         name, size = archive[at : at + 16].decode().strip().rstrip("/"), int(archive[at + 48 : at + 58])

@@ -1,4 +1,4 @@
-"""The kernels that an ONNX package carries: the library for CPUs, with kernels of the GPU where those were named."""
+"""The kernels in an ONNX package: the CPU library, with GPU kernels if GPUs were named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from still_export.targets.trt.plugins import compile_archive
 def add_native(
     folder: Path, library: Path | None, cpu: str | None = None, include: Path | None = None, archs: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Put the library into the package folder, which has its graph; the manifest's account of it.
+    """Add the kernel library to the package folder, which has its graph. Returns the manifest's entry.
 
     Args:
         library: For processors `cpu`; with `archs` it is not read: the library is linked for this package then.
@@ -29,7 +29,7 @@ def add_native(
         UnsupportedError: No kernel of the GPU covers a layer.
     """
     if archs or library is None:
-        # In the folder, with which it goes where this process is killed.
+        # In the folder, so that it is deleted with it if this process is killed.
         with tempfile.TemporaryDirectory(prefix=".build.", dir=folder) as build:
             variants = kernel_variants(folder / MODEL)
             archive = compile_archive(variants, archs, Path(build) / "kernels.bin")
@@ -41,7 +41,7 @@ def add_native(
 
 
 def kernel_variants(model: Path) -> dict[str, list[Any]]:
-    """The kernels of the GPU that a graph needs, by op: one variant for each set of choices.
+    """The GPU kernels that a graph needs, by op: one variant for each set of choices.
 
     Raises:
         UnsupportedError: No kernel covers a node; names it, and what the kernels have.
@@ -56,7 +56,7 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
 
 
 def _calls(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Nodes of still ops with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    """Nodes of still ops with their calls as far as known: numeric dimensions, attributes, types, present inputs."""
     from still_graphs.edits import attribute, known_sizes
     from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import TYPE_NAMES

@@ -1,4 +1,4 @@
-"""The library of kernels for ONNX Runtime: one for a kind of processor, whatever the model; in the wheel, or built once and cached.
+"""The CPU kernel library for ONNX Runtime: one for a kind of processor, independent of the model; from the wheel, or built once and cached.
 
 It chooses among the instruction sets of its kind at run time. setup.py imports this module where only setuptools and filelock are.
 """
@@ -18,14 +18,14 @@ from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildErro
 
 LIBRARY = "libstill_onnxruntime.so"
 BUILD_VARIABLE = "STILL_BUILD_KERNELS"
-"""Of the environment; 0: exports build no kernels unasked."""
+"""Environment variable; with 0, exports do not build kernels unasked."""
 DIGEST = f"{LIBRARY}.sha256"
 SYSTEM = "Linux"
 PREBUILT = "lib"
-"""Folder beside the sources in which a wheel has libraries, by processor."""
+"""Folder next to the sources with a wheel's libraries, by processor."""
 SOURCES = ("CMakeLists.txt", "write_op_specs.py", "exports.map", "core", "cpu", "onnxruntime")
 FLAGS = ("CXXFLAGS", "LDFLAGS")
-"""Variables that CMake takes flags from."""
+"""Variables from which CMake reads flags."""
 CPUS = ("x86_64", "aarch64")
 
 
@@ -35,7 +35,7 @@ def this_cpu() -> str:
 
 
 def find_library(cpu: str | None = None) -> Path | None:
-    """The library for processors `cpu` ("x86_64", "aarch64"; None: this machine's) of the wheel or the cache; None: there is none yet."""
+    """The library for processors `cpu` ("x86_64", "aarch64"; None: this machine's) in the wheel or the cache; None: not there."""
     if cpu is None and platform.system() != SYSTEM:
         return None
     cpu = cpu or this_cpu()
@@ -44,7 +44,7 @@ def find_library(cpu: str | None = None) -> Path | None:
 
 
 def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
-    """The library of the wheel or the cache, which is built where there is none: half a minute on two processors.
+    """The library from the wheel or the cache, or built now, half a minute on two processors.
 
     Args:
         cpu: Processors that it is for; None: this machine's. For others a cross compiler (aarch64-linux-gnu-g++) must be here.
@@ -60,7 +60,7 @@ def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
 
 
 def build_with_archive(archive: Path, target: Path, include: Path | None = None) -> Path:
-    """The library for this machine with packed kernels of the GPU embedded, as the file `target`.
+    """The library for this machine with packed GPU kernels embedded, as the file `target`.
 
     What was compiled before is linked again, which takes seconds.
 
@@ -71,14 +71,14 @@ def build_with_archive(archive: Path, target: Path, include: Path | None = None)
 
 
 def can_build() -> bool:
-    """Whether an export may build kernels without being asked: CMake and a compiler are here, and the user's environment allows it."""
+    """Whether an export may build kernels unasked: CMake and a compiler are here, and the environment allows it."""
     compilers = (os.environ.get("CXX", "").split(" ")[0] or "c++", "g++", "clang++")
     able = platform.system() == SYSTEM and shutil.which("cmake") is not None and any(map(shutil.which, compilers))
     return able and os.environ.get(BUILD_VARIABLE, "1") != "0"
 
 
 def demand_build(include: Path | None = None) -> None:
-    """Raise PluginBuildError where no library can be built: before minutes of work."""
+    """Raise PluginBuildError if no library can be built, before minutes of work."""
     if platform.system() != SYSTEM:
         raise PluginBuildError(f"kernels are built on {SYSTEM}, not on {platform.system()}. Export with --no-native.")
     if include:
@@ -86,7 +86,7 @@ def demand_build(include: Path | None = None) -> None:
 
 
 def cached_library(cpu: str) -> Path:
-    """Where the cache has, or will have, the library of these sources, this processor and these flags."""
+    """The cache's path of the library of these sources, processor and flags."""
     digest = hashlib.sha256()
     files = [f for name in SOURCES for f in [SOURCE / name, *(SOURCE / name).rglob("*")] if f.is_file()]
     files += [*OP_FOLDERS.glob("*/spec.py"), *OP_FOLDERS.glob("*/cpu/*")]
@@ -99,14 +99,14 @@ def cached_library(cpu: str) -> Path:
 
 
 def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -> Path:
-    """Build the library in the cache, one process at a time, and put it whole where `target` says."""
+    """Build the library in the cache, one process at a time, and place it at `target` atomically."""
     from filelock import FileLock
 
     demand_build(include)
     compiler = cross_compiler(cpu)
     home = make_cache(cached_library(cpu).parent)
     with FileLock(home / "lock"):
-        if archive is None and _is_whole(target):  # another process built it meanwhile
+        if archive is None and _is_whole(target):  # another process has built it meanwhile
             return target
         options: dict[str, Path | str | None] = {
             "ONNXRUNTIME_INCLUDE_DIR": _headers(include).resolve(),
@@ -122,7 +122,7 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
 
 
 def keep_library(built: Path, target: Path) -> None:
-    """Copy a library into the cache, its SHA-256 beside it."""
+    """Copy a library and its SHA-256 into the cache."""
     content = built.read_bytes()
     target.parent.mkdir(parents=True, exist_ok=True)
     _put(hashlib.sha256(content).hexdigest().encode(), target.with_name(DIGEST))
@@ -130,7 +130,7 @@ def keep_library(built: Path, target: Path) -> None:
 
 
 def _put(content: bytes, target: Path) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     whole = target.with_name(f".{target.name}.{os.getpid()}")
     with whole.open("wb") as file:
         file.write(content)
@@ -140,7 +140,7 @@ def _put(content: bytes, target: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the cache has this library as it was built; one that is damaged is reported, and not taken."""
+    """Whether the cached library is unchanged; a damaged one is reported and not used."""
     if not library.is_file():
         return False
     try:
@@ -165,7 +165,7 @@ def _headers(include: Path | None) -> Path:
 
 
 def cross_compiler(cpu: str) -> dict[str, str]:
-    """CMake's options that compile for `cpu`; none for this machine's."""
+    """CMake's options for compiling for `cpu`; none for this machine's."""
     if cpu == this_cpu():
         return {}
     compiler = f"{cpu}-linux-gnu-g++"

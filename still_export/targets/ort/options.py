@@ -1,4 +1,4 @@
-"""What a package for ONNX Runtime is asked for beyond the model; apart from the export, so that lowering needs no torch."""
+"""Options of a package for ONNX Runtime; separate from the export, so that lowering needs no torch."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class OrtOptions:
 
 @dataclass(frozen=True)
 class GenaiOptions(OrtOptions):
-    """Of those what onnxruntime-genai takes, which runs on the CPU and reads one opset."""
+    """The options that onnxruntime-genai supports: it runs on the CPU and reads one opset."""
 
     archs: tuple[str, ...] = field(default=(), init=False)
     opset: int = field(default=OPSET, init=False)
 
 
 def demand(asked: ExportOptions, options: OrtOptions) -> None:
-    """Raise ConfigError for an export that contradicts `options`, UnsupportedError for GPUs that do not multiply its weights."""
+    """Raise ConfigError if an export contradicts `options`, UnsupportedError if GPUs do not support its weights."""
     demand_float8(asked.quantize, options.archs)
     if options.opset != OPSET and asked.quantize:
         raise ConfigError(f"--opset {options.opset} is not for --quantize, whose products are ONNX Runtime's own op.")

@@ -1,4 +1,4 @@
-"""Scales of several rows, behind the norms that ONNX Runtime has a kernel for."""
+"""Split norms whose scale has several rows, which ONNX Runtime's kernels do not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_graphs.later_ir import ir
 
 
 def part_scales(model: ir.Model) -> int:
-    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them."""
+    """Multiply scales of several rows after their norms: ONNX Runtime's CUDA kernel uses the first row for all."""
     norms = list(_norms(model))
     for node, scale in norms:
         assert scale.shape is not None and scale.dtype is not None

@@ -1,4 +1,4 @@
-"""ONNX Runtime: its own ops where they are faster; on CPUs over the portable package's weights, on GPUs with products merged."""
+"""ONNX Runtime: its own ops where they are faster; on CPUs with the portable package's weights, on GPUs with merged products."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LOW_BIT_PREFILL_TOKENS = 128
 time for 1,024 tokens beside 2.15."""
 
 NATIVE_DTYPES = ("float32", "float16")
-"""What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+"""Types of the native kernels. The rest of a bfloat16 model does not run on ONNX Runtime's CPU provider either."""
 
 THREE = 3
-"""Parts of a product that ONNX Runtime's CUDA provider splits well."""
+"""Number of outputs into which ONNX Runtime's CUDA provider splits a product well."""
 
 OWN_OPS, NEW_OPS, KERNELS = "ops of ONNX Runtime", f"opset {FUSED_OPSET}", "kernels for CPUs"
-"""Traits: the graph may have ONNX Runtime's own ops; or it has those of the newer opset, for any host; the package has kernels for CPUs."""
+"""Traits: ONNX Runtime's own ops are allowed; ops of the newer opset are allowed, for any host; the package has CPU kernels."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -55,7 +55,7 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
 
 
 def has_kernels(options: OrtOptions) -> bool:
-    """Whether the package gets the library of kernels for CPUs, and may have nodes for it."""
+    """Whether the package has the CPU kernel library, and may have nodes for it."""
     return (
         options.native is not False
         and not options.archs
@@ -65,18 +65,18 @@ def has_kernels(options: OrtOptions) -> bool:
 
 
 def merge_three(model: ir.Model) -> int:
-    """Merge the products of query, key and value, and those of a gated feed-forward layer."""
+    """Merge the products of query, key and value, and those of a gated MLP."""
     return merge_linear_layers(model, THREE)
 
 
 def take_new_opset(model: ir.Model) -> int:
-    """Say that the graph is of the newer opset."""
+    """Declare the newer opset."""
     model.opset_imports[""] = FUSED_OPSET
     return 1
 
 
 def attach_own_functions(model: ir.Model) -> int:
-    """Give still:: nodes bodies that may have ONNX Runtime's own ops."""
+    """Give still:: nodes bodies with ONNX Runtime's own ops."""
     return attach_functions(model, onnxruntime=True)
 
 
@@ -112,7 +112,7 @@ BODIES = (
 
 
 def check(manifest: dict[str, Any], options: OrtOptions) -> None:
-    """Raise for what native kernels do not compute."""
+    """Raise for what native kernels do not support."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native and not options.archs and dtype not in NATIVE_DTYPES:
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def check(manifest: dict[str, Any], options: OrtOptions) -> None:
 
 
 def ready(options: OrtOptions, say: Progress) -> None:
-    """Build the kernels that are asked for and not there yet; raise where they cannot be."""
+    """Build missing kernels that the options need; raise if that fails."""
     if options.archs:
         demand_build(options.onnxruntime_include)
     elif options.native or options.cpu:
@@ -159,7 +159,7 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
-    """The library of kernels for CPUs for the package: built, and for its types; None: none."""
+    """The CPU kernel library for the package's types, built if needed; None: none."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native is False or dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
         return None
@@ -249,4 +249,4 @@ ORT_CUDA = Target(
     takes=lambda options: bool(options.archs),
     runtime="ort",
 )
-"""Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""
+"""Packages with kernels for the CUDA provider; on the CPU provider fused ops run as bodies."""

@@ -33,7 +33,8 @@ SAME_IN_ANY_TYPE = frozenset(
     "Add Concat Div Erf Expand Flatten Gather GatherElements GatherND Gelu Gemm Identity MatMul Mul Neg Pad Relu Reshape RMSNormalization "
     "Sigmoid Slice Split Squeeze Sub Swish Tanh Transpose Unsqueeze Where".split()
 )
-"""Ops that a model computes in its own type: products, movements, and functions that no family takes in float32 beside half precision."""
+"""Ops that a model computes in its own type: products, data movement, and functions that no family computes in float32 in half
+precision."""
 
 
 def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
@@ -64,7 +65,7 @@ def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
 
 
 def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> Package:
-    """Write what `source`, a portable package in float32, is in 16 bits into the existing, empty `folder`.
+    """Convert a portable package in float32 to 16 bits, into the existing, empty `folder`.
 
     Args:
         source: Its weights are read one at a time.
@@ -98,7 +99,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
 
 
 class _Narrowing:
-    """The values of a graph on their way to 16 bits."""
+    """The values of a graph while they are narrowed."""
 
     def __init__(self, graph: ir.Graph, dtype: str) -> None:
         self.graph, self.dtype, self.type = graph, dtype, TYPES[dtype]
@@ -131,7 +132,7 @@ class _Narrowing:
                 value.metadata_props[VIEW] = first
             value.const_value = self._rounded(value.const_value)
         for value, copy in self.copies.items():
-            if value.const_value is not None and not value.uses():  # small weights, which lie in the graph
+            if value.const_value is not None and not value.uses():  # small weights, stored in the graph
                 del self.graph.initializers[str(value.name)], self.graph.initializers[str(copy.name)]
                 copy.name = value.name
                 self.graph.initializers[str(copy.name)] = copy
@@ -139,7 +140,7 @@ class _Narrowing:
             value.type = ir.TensorType(self.type)
 
     def _kinds(self, node: ir.Node) -> list[bool]:
-        """Whether each input is to be narrow, where it is a number at all."""
+        """Whether each input becomes narrow; for numbers only."""
         if node.domain == DOMAIN:
             return [t.dtype == "T" for t in OPS[node.op_type].all_inputs()][: len(node.inputs)]
         given = [v for v in node.inputs if v is not None]
@@ -157,7 +158,7 @@ class _Narrowing:
         return [any(kinds)] * len(node.outputs)
 
     def _as(self, node: ir.Node, value: ir.Value, wanted: bool) -> ir.Value:
-        """`value` as an input of `node` takes it."""
+        """`value` in the type that `node` reads."""
         if wanted == (value in self.narrow):
             return value
         if not wanted:
@@ -172,7 +173,7 @@ class _Narrowing:
         if before is not None and before.domain == "" and before.op_type in MOVES and before.inputs[0] is not None:
             before.replace_input_with(
                 0, self._as(before, before.inputs[0], True)
-            )  # as the trace: what is moved is narrow
+            )  # like the trace: data movement is narrow
             self.narrow.add(value)
             return value
         if value not in self.copies:
@@ -186,7 +187,7 @@ class _Narrowing:
         return self.copies[value]
 
     def _widen_logits(self) -> None:
-        """Let logits come out in float32."""
+        """Make logits float32."""
         for index, value in enumerate(self.graph.outputs):
             node = value.producer()
             if value not in self.narrow or node is None or value.name != LOGITS:

@@ -1,4 +1,4 @@
-"""The portable package, from which every target is lowered: standard ops and still::* nodes with bodies, weights, text files, manifest."""
+"""The portable package, which every target is lowered from: standard ops and still::* nodes with bodies, weights, text files, manifest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_portable(
     progress: Progress = silent,
     dump: Dump | None = None,
 ) -> Package:
-    """Read and trace a model once, and write what every target is made of into the existing, empty `folder`.
+    """Read and trace a model once, and write the portable package into the existing, empty `folder`.
 
     Args:
         folder: Of the package, which has no graph for a runtime yet.
@@ -61,7 +61,7 @@ def write_portable(
     Raises:
         StillExportError: The model cannot be read or exported.
     """
-    progress("copying the tokenizer")  # before the weights: its own work memory would come on top of them
+    progress("copying the tokenizer")  # before the weights: its own memory would add to theirs
     text = _write_text_files(options, folder)
     progress("reading the model")
     source = find_source(options)
@@ -112,7 +112,7 @@ def _write_graph(
     planned: Planned | None,
     dump: Dump | None,
 ) -> dict[str, Any]:
-    """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
+    """Write graph and weights. Returns the manifest's entries on the graph's ops and on quantization."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
     from still_export.models.read.checkpoint import give_pages_back
@@ -145,7 +145,7 @@ def _write_graph(
         **manifest["ops"],
         **{n: OPS[n].version for n in sorted({node.op_type for node in still_nodes(lowered)})},
     }
-    # Beside the manifest, where an edit would go unnoticed.
+    # In the graph too, because edits of the manifest alone would go unnoticed.
     lowered.metadata_props.clear()
     lowered.metadata_props.update(
         {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
@@ -166,7 +166,7 @@ def _write_graph(
 
 @dataclass(frozen=True)
 class Planned:
-    """How weights are quantized: their roles and forms by name, what was asked for, and what the manifest says beside."""
+    """The plan for quantized weights: roles and forms by name, the request, and the manifest's entry."""
 
     roles: dict[str, str]
     forms: dict[str, Form]
@@ -175,7 +175,7 @@ class Planned:
 
 
 def _own(head: Source | None) -> dict[str, Weight]:
-    """The weights that a head does not share with its model, by their names beside those."""
+    """The weights of an MTP head that its model does not share, by name."""
     weights = {} if head is None else head.weights
     return {weight_name(name): weight for name, weight in weights.items() if name not in SHARED}
 
@@ -183,7 +183,7 @@ def _own(head: Source | None) -> dict[str, Weight]:
 def _plan_quantization(
     source: Source, head: Source | None, options: ExportOptions, layout: Layout, to: str, progress: Progress
 ) -> Planned | None:
-    """The forms of the weights, calibrated where that is asked for; None: they are not quantized."""
+    """The forms of the weights, calibrated if requested; None: not quantized."""
     if (asked := options.quantization(layout, to)) is None:
         return None
     from still_export.models.read.roles import weight_roles
@@ -208,7 +208,7 @@ def _plan_quantization(
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
-    """The manifest's account of `model`."""
+    """The manifest's entry on `model`."""
     described = describe_model(model)
     return {
         "target": "onnx",
@@ -226,8 +226,7 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
 
 
 def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
-    """Raise ConfigError where a chunk is shorter than guesses, as what is promoted in their midst would be guessed itself, or longer than
-    the capacity."""
+    """Raise ConfigError if a chunk is shorter than the guesses (its promotion would then depend on a guess) or longer than the capacity."""
     chunk = min((s["growth"]["per"] for s in manifest["states"] if s["growth"] and s["growth"]["lag"]), default=None)
     if chunk is None:
         return
@@ -242,7 +241,7 @@ def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
-    """Tokenizer, generation configuration and chat template; the manifest's chat templates."""
+    """Write tokenizer, generation configuration and chat template. Returns the manifest's chat templates."""
     from still_export.models.load import load_tokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""What a TensorRT package is asked for; apart from the export, so that building and running need no torch."""
+"""Options of a TensorRT package; separate from the export, so that building and running need no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 RTX = "trt-rtx"
 GPUS = "GPUs to compile kernels for."
-"""As targets of ONNX Runtime say it."""
+"""Help text shared with targets of ONNX Runtime."""
 WORKAROUND = "norm_in_place"
-"""A pass that graphs for TensorRT 8.6 went through, and no others."""
+"""A pass that only graphs for TensorRT 8.6 have."""
 QUANTIZED_MAJOR = 10
 """First TensorRT that reads weights in blocks of 4 bits and half precision scales. 8.6 has 8 bits alone, with scales in float32 and weakly
 typed, which no engine here has shown."""
@@ -75,13 +75,13 @@ class TrtOptions:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Architectures asked for, or the target's defaults."""
+        """The architectures asked for, or the target's defaults."""
         return self.archs or self.usual
 
 
 @dataclass(frozen=True)
 class RtxOptions(TrtOptions):
-    """The same of TensorRT-RTX."""
+    """Options of TensorRT-RTX."""
 
     module = "tensorrt_rtx_bindings"
     engine = "engine-rtx.plan"

@@ -1,4 +1,4 @@
-"""What a package for TensorRT and TensorRT-RTX has beside the graph: kernels, plugin libraries, the runner."""
+"""The files of a package for TensorRT and TensorRT-RTX besides the graph: kernels, plugin libraries, the runner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
         state for state in manifest["states"] if not state["name"].startswith(AHEAD)
     ]  # the graph has no head
     for state in manifest["states"]:
-        state["in_place"] = plugins  # the kernels take one buffer for past and present; bodies do not
+        state["in_place"] = plugins  # kernels use one buffer for past and present; bodies do not
     if plugins:
         manifest["plugins"] = _write_plugins(graph, lowering.folder, trt, lowering.say)
 
@@ -56,7 +56,7 @@ def _plugin_nodes(graph: Any) -> dict[str, int]:
 
 
 def _value_types(graph: Any) -> dict[str, str]:
-    """Element type of every floating point value that a node computes; builders without strong typing are held to them."""
+    """Element type of every floating-point value that a node computes; builders without strong typing must keep them."""
     import onnx
     import onnx_ir as ir
 
@@ -68,7 +68,7 @@ def _value_types(graph: Any) -> dict[str, str]:
 
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
-    """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
+    """Compile the kernels and a plugin library for each set of headers. Returns library files by TensorRT's major version."""
     variants = kernel_variants(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
     archive = compile_archive(variants, trt.architectures, folder / KERNELS)
@@ -102,7 +102,7 @@ def kernel_variants(graph: Any) -> dict[str, list[Any]]:
 
 
 def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Plugin nodes with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    """Plugin nodes with their calls as far as known: numeric dimensions, attributes, types, present inputs."""
     from still_graphs.edits import attribute, known_sizes
     from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE

@@ -1,4 +1,4 @@
-"""The native side of a package: pack an archive of kernels into one file and build the plugin libraries around it."""
+"""The native part of a package: pack kernels into an archive and build plugin libraries with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_CUDA_INCLUDES = ("/usr/local/cuda/include", "/usr/include")
 CUDA_HEADER, CUDA_PART = "cuda_runtime_api.h", "crt/host_defines.h"
 CUDA_12 = ("cuda_runtime", "cuda_nvcc", "nvidia-cuda-nvcc-cu12")
-"""Folders of NVIDIA's packages of CUDA 12 that hold the two, and the package of the second; later ones have one folder, such as cu13."""
+"""Folders in NVIDIA's CUDA 12 packages with runtime and compiler, and the compiler's package; later versions have one folder, such as
+cu13."""
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = next(
     (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
 )
-"""The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
+"""The C++ sources: `plugins` in a clone, `still_plugins` next to this package in a wheel."""
 OP_FOLDERS = next((p for p in (ROOT / "kernels/still_kernels", ROOT / "still_kernels") if p.is_dir()), ROOT)
-"""Folders of ops, whose spec.py and cpu/ the sources take in."""
+"""Folders of ops, whose spec.py and cpu/ the sources include."""
 
 
 class PluginBuildError(StillExportError):
@@ -89,7 +90,7 @@ def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], tar
 
 
 def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
-    """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
+    """Folders of NvInfer.h: those asked for, STILL_TENSORRT_INCLUDE, or the usual places.
 
     Raises:
         PluginBuildError: A folder that was asked for has no NvInfer.h.
@@ -149,8 +150,7 @@ def build_plugins(
 
 
 def cuda_headers(asked: Path | None = None) -> list[Path]:
-    """Include folders of CUDA's runtime: that asked for, or none where CMake's usual places have it, or those of NVIDIA's packages, which
-    PyTorch for GPUs brings.
+    """Include folders of CUDA's runtime: the one asked for, none if CMake finds it, or those of NVIDIA's pip packages.
 
     Raises:
         PluginBuildError: They are not there, or not whole; says which package lacks.
@@ -166,7 +166,7 @@ def cuda_headers(asked: Path | None = None) -> list[Path]:
         i for root in (found and found.submodule_search_locations) or () for i in sorted(Path(root).glob("*/include"))
     ]
     runtimes = [i for i in includes if (i / CUDA_HEADER).is_file()]
-    for runtime in runtimes:  # by name: cu13 before cuda_runtime of 12
+    for runtime in runtimes:  # by name: cu13 before CUDA 12's cuda_runtime
         if (runtime / CUDA_PART).is_file():
             return [runtime]
         twelve = runtime.parent.name == CUDA_12[0]
@@ -208,7 +208,7 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         )
     cache = build / "CMakeCache.txt"
     if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n" not in cache.read_text(encoding="utf-8"):
-        shutil.rmtree(build)  # the same sources in another checkout, which CMake refuses
+        shutil.rmtree(build)  # from another checkout of the same sources, which CMake refuses
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]

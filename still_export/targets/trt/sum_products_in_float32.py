@@ -1,4 +1,4 @@
-"""Let products of 16-bit numbers sum in float32: both are cast before the product, and the result back behind it.
+"""Make products of 16-bit numbers sum in float32: cast both before the product, and the result back after it.
 
 TensorRT makes one kernel of it, which multiplies 16-bit numbers and sums in float32; without the casts it may sum in half precision.
 
@@ -30,7 +30,7 @@ def sum_products_in_float32(model: ir.Model) -> int:
 
 
 def products_sum_in_float32(model: ir.Model) -> str:
-    """No product of 16-bit numbers is left to the runtime."""
+    """The runtime multiplies no 16-bit numbers."""
     left = [str(node.name) for node in model.graph if _is_narrow(node)]
     return f"products that may sum in half precision, {', '.join(left[:3])}" if left else ""
 

@@ -1,4 +1,4 @@
-"""TensorRT 10 and later, strongly typed: plugins over kernels that were compiled ahead of time. 8.6 is this and its workarounds."""
+"""TensorRT 10 and later, strongly typed, with plugins over kernels compiled ahead of time. TensorRT 8.6 is this plus workarounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 def ready(options: TrtOptions, say: Progress) -> None:
-    """Raise where a folder that was named has no headers, CUDA's are not there, or nothing compiles kernels."""
+    """Raise if a named folder has no headers, CUDA's headers are missing, or no kernel compiler is here."""
     demand("triton")
     if find_tensorrt_headers(options.tensorrt_include):
         cuda_headers(options.cuda_include)

@@ -1,4 +1,4 @@
-"""Take whole turns out of angles before their sine and cosine.
+"""Remove whole turns from angles before sine and cosine.
 
 TensorRT 8.6 computes both by the GPU's fast instructions, whose error grows with the angle: keys that are turned by their position erred by
 4.5e-7 times it, 0.03 behind 65,536 tokens, where an angle of at most half a turn errs by 5e-7.
@@ -21,7 +21,7 @@ LEFT = ".part_of_a_turn"
 
 
 def reduce_angles(model: ir.Model) -> int:
-    """Put the reduction before them, once for each angle, in place."""
+    """Insert the reduction before them, once for each angle, in place."""
     writer, reduced = Writer(model.graph), dict[ir.Value, ir.Value]()
     whole = _whole(model)
     for node in whole:
@@ -41,7 +41,7 @@ def angles_reduced(model: ir.Model) -> str:
 
 
 def _whole(model: ir.Model) -> list[ir.Node]:
-    """Nodes whose angle may have whole turns."""
+    """Nodes whose angle may include whole turns."""
     return [
         node
         for node in model.graph
@@ -53,7 +53,7 @@ def _whole(model: ir.Model) -> list[ir.Node]:
 
 
 def _part_of_a_turn(writer: Writer, angle: ir.Value) -> ir.Value:
-    """The angle less its nearest whole turns, a part of them after the other, so that nothing is lost."""
+    """The angle minus its whole turns, subtracted in parts, so that no bits are lost."""
     name = str(angle.name)
 
     def of(op: str, value: ir.Value, other: ir.Value | float | None, hint: str) -> ir.Value:

@@ -39,12 +39,12 @@ class _Merger:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, self.fresh = graph, fresh_names(graph)
-        self.sources: dict[ir.Value, ir.Value] = {}  # what each Reshape reads
-        self.views: dict[ir.Value, ir.Value] = {}  # what each Unsqueeze to [B, T, 1, D] reads
+        self.sources: dict[ir.Value, ir.Value] = {}  # the input of each Reshape
+        self.views: dict[ir.Value, ir.Value] = {}  # the input of each Unsqueeze to [B, T, 1, D]
         self.added = 0
 
     def visit(self, node: ir.Node) -> None:
-        """Write what belongs before and behind `node`."""
+        """Insert nodes before and after `node`."""
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         for place, value in enumerate(node.inputs):
             if value is not None and spec is not None and place < len(spec.inputs) and _has_heads(spec.inputs[place]):
@@ -61,7 +61,7 @@ class _Merger:
             self.follow(node, node.inputs[0])
 
     def follow(self, node: ir.Node, given: ir.Value) -> None:
-        """Note what a Reshape reads; let those who read it read what they would get there and back."""
+        """Record the input of a Reshape; let readers of its inverse read that input."""
         source, result = self.sources.get(given), node.outputs[0]
         known_here = not result.is_graph_output() and all(use.node.graph is self.graph for use in result.uses())
         there = sizes(result)
@@ -71,14 +71,14 @@ class _Merger:
             self.sources[result] = given
 
     def merged_input(self, value: ir.Value, node: ir.Node) -> ir.Value:
-        """Activations of a still node with their heads side by side."""
+        """Activations of a still node with merged heads."""
         source, dims = self.sources.get(value, self.views.get(value)), _merged(value, node)
         if source is not None and None not in dims and sizes(source) == dims:
             return source
         return self.reshape(value, dims, f"{value.name}.joined", node)
 
     def part(self, value: ir.Value, node: ir.Node) -> None:
-        """Let a still node leave its heads side by side, and write what parts them behind it."""
+        """Merge the heads of a still node's output, and split them after it."""
         name, dims = str(value.name), _merged(value, node)
         apart = self.reshape(value, sizes(value), name, node, behind=True)
         apart.type, self.sources[apart] = value.type, value
@@ -92,7 +92,7 @@ class _Merger:
     def reshape(
         self, value: ir.Value, dims: list[int | str | None], hint: str, node: ir.Node, behind: bool = False
     ) -> ir.Value:
-        """A Reshape to `dims`, whose first two are those of `value`, before or behind `node`; its result."""
+        """A Reshape to `dims` before or after `node`, with the first two dimensions of `value`; returns its output."""
         name = self.fresh(f"{hint}.shape")
         tensor = ir.tensor([0, 0, *(int(size or 0) for size in dims[2:])], dtype=ir.DataType.INT64, name=name)
         shape = ir.node("Constant", [], {"value": tensor}, name=f"{name}/Constant")
@@ -105,14 +105,14 @@ class _Merger:
 
 
 def _spread(node: ir.Node) -> bool:
-    """True where values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
+    """Whether values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
     assert node.inputs[0] is not None
     given, dims = sizes(node.inputs[0]) or [None], sizes(node.outputs[0])
     return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
 
 
 def _merged(value: ir.Value, node: ir.Node) -> list[int | str | None]:
-    """Shape of activations with their heads side by side."""
+    """Shape of activations with merged heads."""
     dims = sizes(value)
     if len(dims) != 4 or not isinstance(dims[2], int) or not isinstance(dims[3], int):
         raise UnsupportedError(
@@ -122,5 +122,5 @@ def _merged(value: ir.Value, node: ir.Node) -> list[int | str | None]:
 
 
 def _has_heads(tensor: TensorSpec) -> bool:
-    """Whether plugins take it with its heads side by side."""
+    """Whether plugins accept it with merged heads."""
     return tensor.role == "activation" and tensor.dtype == "T" and len(tensor.shape) == 4

@@ -28,7 +28,7 @@ def whole_norms(model: ir.Model) -> str:
 
 
 def _parts(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The norm and the Split that a Concat puts together again; None: it is something else."""
+    """The norm and the Split whose outputs a Concat joins; None: it is something else."""
     if not is_standard(node, "Concat") or len(node.inputs) != 2 or node.inputs[0] is None:
         return None
     norm, rest = node.inputs[0].producer(), node.inputs[1]

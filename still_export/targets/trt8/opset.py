@@ -1,4 +1,4 @@
-"""The graph in opset 17, the newest that TensorRT 8.6 reads, with two operators as it wants them."""
+"""The graph in opset 17, the newest that TensorRT 8.6 reads, with two operators rewritten for it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from still_graphs.later_ir import ir
 
 MOVES = ("Reshape", "Unsqueeze")
 POINTWISE = ("Abs", "Exp", "Log", "Neg", "Reciprocal", "Sigmoid", "Softplus", "Sqrt", "Tanh")
-"""Of one number each, which a reshape may come before."""
+"""Elementwise operators, which a reshape may precede."""
 
 
 def shape_before_widening(model: ir.Model) -> int:
@@ -29,7 +29,7 @@ def shaped_before_widening(model: ir.Model) -> str:
 
 
 def _chain(node: ir.Node) -> list[ir.Node]:
-    """The nodes from a cast of 16 bits to what `node` reshapes, that one last; none where it is another value."""
+    """The nodes from a cast of 16 bits to what `node` reshapes, in order; empty for other values."""
     chain: list[ir.Node] = []
     value = node.inputs[0] if is_standard(node, *MOVES) else None
     while value is not None and (maker := value.producer()) is not None and len(value.uses()) == 1:
@@ -48,11 +48,11 @@ def _chain(node: ir.Node) -> list[ir.Node]:
 
 
 def _move(graph: ir.Graph, node: ir.Node, chain: list[ir.Node]) -> None:
-    """Let `node` reshape what the first of `chain` reads, and the last give its result."""
+    """Reshape the first node's input instead, and let the last node give the result."""
     shaped, first, last = node.outputs[0], chain[0], chain[-1]
     narrow = first.inputs[0]
     assert narrow is not None and narrow.dtype is not None
-    # What is between has the new shape; the names of both ends change places.
+    # Nodes between get the new shape; both ends swap names.
     last.outputs[0].name, shaped.name = shaped.name, last.outputs[0].name
     shaped.replace_all_uses_with(last.outputs[0], replace_graph_outputs=True)
     node.replace_input_with(0, narrow)

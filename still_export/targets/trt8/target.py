@@ -1,4 +1,4 @@
-"""TensorRT 8.6: what TensorRT takes, and a named workaround for each thing that 8.6 does not do, or does otherwise."""
+"""TensorRT 8.6: the TensorRT target, and a named workaround for each difference of 8.6."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def takes(options: TrtOptions) -> bool:
 
 
 def demand(asked: ExportOptions, options: TrtOptions) -> None:
-    """Raise UnsupportedError for activations that the plugin does not multiply, and for GPUs that do not multiply the weights."""
+    """Raise UnsupportedError for activations that the plugin does not support, and for GPUs that do not support the weights."""
     demand_float8(asked.quantize, options.architectures)
     if asked.quantize and asked.dtype != "float16":
         raise UnsupportedError(
@@ -41,7 +41,7 @@ def demand(asked: ExportOptions, options: TrtOptions) -> None:
 
 
 ONE_ROW = "one row"
-"""Trait: the model is to run one row (sequence) at a time."""
+"""Trait: the model runs one row (sequence) at a time."""
 LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True, float8=True)
 
 TRT8 = replace(

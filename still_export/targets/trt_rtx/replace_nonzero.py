@@ -54,7 +54,7 @@ def _rewrite_graph(graph: ir.Graph, fresh: Callable[[str], str]) -> int:
 
 
 def _enumerate(r: Writer, node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The places [2, M] in the stead of `node`'s output, and a bool [1]: any place is true."""
+    """The places [2, M] that replace `node`'s output, and a bool [1]: whether any place is true."""
     mask, hint = node.inputs[0], node.outputs[0].name
     ints = r.node("Cast", [mask], hint=f"{hint}.mask", to=ir.DataType.INT64)
     columns = r.node("Shape", [mask], hint=f"{hint}.columns", start=1, end=2)
@@ -73,7 +73,7 @@ def _enumerate(r: Writer, node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def _guard(r: Writer, node: ir.Node, any_true: ir.Value) -> None:
-    """Let a scatter write the rows that are there unless some place is true; indices are kept from below 0."""
+    """Let a scatter rewrite the present rows unless some place is true; indices stay at least 0."""
     (data, index, updates), name = node.inputs, node.outputs[0].name
     safe = r.node("Max", [index, r.constant(0, "int64")], hint=f"{name}.index")
     there = r.node("GatherND", [data, safe], hint=f"{name}.there")

@@ -1,4 +1,4 @@
-"""TensorRT-RTX: no plugins, so that bodies are inlined; engines are built without a GPU and run in programs of one's own."""
+"""TensorRT-RTX: no plugins, so bodies are inlined; engines are built without a GPU and run in the user's own programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page's engine for Jinja makes of a package's chat template: it knows a part of Jinja, and prints some values otherwise."""
+"""Check what the page's Jinja engine makes of a package's chat template: it supports a part of Jinja and prints some values differently."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "a second question": [_USER, _ANSWER, _USER],
     "an answer with its reasoning": [_USER, {**_ANSWER, "reasoning_content": "hm"}, _USER],
 }
-"""Messages that the page gives the template, by what they show; it gives no system message, no tools and no arguments."""
+"""Messages that the page gives the template, by what they test; it gives no system message, tools or arguments."""
 
 
 def warn_of_chats(manifest: dict[str, Any]) -> None:
-    """Warn in a line where the page, if it is built here and Node.js is installed, renders chats otherwise than the model's template."""
+    """Warn if the page, built here and run by Node.js, renders chats differently from the model's template."""
     chat, node = read_format(manifest.get("chat")), shutil.which("node")
     if chat is None or node is None or not (PAGE / "dist/index.js").is_file():
         return
@@ -33,7 +33,7 @@ def warn_of_chats(manifest: dict[str, Any]) -> None:
     for name, messages in CHATS.items():
         try:
             right[name] = chat.render(messages)
-        except RunError:  # the template takes no such chat
+        except RunError:  # the template refuses such a chat
             right[name] = None
     found = dict(zip(CHATS, _rendered(node, manifest["chat"]), strict=True))
     wrong = [name for name, text in right.items() if text is not None and found[name] != text]

@@ -1,4 +1,4 @@
-"""onnxruntime-web: standard and its own ops alone, low-bit weights dequantized once, in files that a browser can hold."""
+"""onnxruntime-web: standard ops and its own, low-bit weights dequantized at load, in files that a browser can load."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from still_graphs.passes.dequantize_at_load import dequantize_at_load, float32_p
 from still_graphs.pipelines import Pass
 
 PREFILL_TOKENS = 256
-"""Tokens of one prefill call: a page answers between two of them, and a call's memory is never given back."""
+"""Tokens of one prefill call: a page answers between calls, and memory of a call is never returned."""
 
 SHARD_BYTES = 256 << 20
-"""Of a file of weights: browsers hold a buffer of 2 GB at most, and a load that breaks off begins again at its shard."""
+"""Bytes of a weight file: browsers limit a buffer to 2 GB, and an interrupted load restarts at its shard."""
 
 CONTRIB_OPS = (
     "CausalConvWithState",
@@ -40,7 +40,7 @@ CONTRIB_OPS = (
 
 @dataclass(frozen=True)
 class WebOptions(GenaiOptions):
-    """Of ONNX Runtime's what its WebAssembly takes, which has no kernels of this project."""
+    """The ONNX Runtime options that its WebAssembly supports, without this project's kernels."""
 
     native: bool | None = field(default=False, init=False)
     cpu: str | None = field(default=None, init=False)
@@ -48,7 +48,7 @@ class WebOptions(GenaiOptions):
 
 
 def demand(asked: ExportOptions, options: WebOptions) -> None:
-    """Raise ConfigError for what a package for browsers cannot have."""
+    """Raise ConfigError for what a package for browsers does not support."""
     if asked.adapters:
         raise ConfigError("--adapters: a browser's runner takes none; add one with --overlay, or export --to onnx.")
     if asked.all_logits:
@@ -61,7 +61,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
         target="web",
         prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
     )
-    if quantization := lowering.manifest.get("quantization"):  # no product rounds what it reads
+    if quantization := lowering.manifest.get("quantization"):  # products read unrounded values
         lowering.manifest["quantization"] = {**quantization, "nodes": DEQUANTIZED}
         fields = graph.metadata_props
         fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
@@ -73,7 +73,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
 
 
 def add_chat_template(lowering: Lowering) -> None:
-    """Put the chat template where transformers.js 4 reads it, into the tokenizer's configuration."""
+    """Write the chat template where transformers.js 4 reads it, into the tokenizer's configuration."""
     template, config = (lowering.folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
     if template.is_file() and config.is_file():
         said = json.loads(config.read_text(encoding="utf-8"))
