@@ -1,5 +1,7 @@
-"""What a path is that a user gives: a package, a model, an adapter. Told by its small files alone, in milliseconds: torch and transformers,
-which read the rest, take seconds to import."""
+"""What a path is that a user gives: a package, a model, an adapter.
+
+Only small files are read, in milliseconds: torch and transformers, which read the rest, need seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,11 @@ BESIDE = {
     "mamba_config.json": ("mambainllama", ("llama", "mistral")),
     "hybrid_config.json": ("zebra_llama", ("llama",)),
 }
-"""Files beside the config.json of a softmax model that others linearized: what the model_type of what it became begins with, and those of
-the models that it was."""
+"""Files next to the config.json of a model that other programs linearized: prefix of the new model_type, and model_types before."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
 _MAPS = ("feature_map_", "window_factors")
-"""Parts of the names of a linearized model's tensors."""
+"""Substrings of names of a linearized model's tensors."""
 _SPECIAL = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -74,7 +75,7 @@ def local(source: str | Path) -> Path | None:
         raise ModelNotFoundError(
             "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
         )
-    path = Path(os.path.expanduser(source))  # as it is where there is no home
+    path = Path(os.path.expanduser(source))  # stays as it is if there is no home
     try:
         exists = path.exists()
     except (OSError, ValueError) as error:  # such as a name that is too long
@@ -90,7 +91,7 @@ def local(source: str | Path) -> Path | None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise CheckpointError where `path`, or an entry of it or of a folder in it, is no file and no folder."""
+    """Raise CheckpointError if `path`, or anything in it, is neither a file nor a folder."""
     entries = [path]
     for folder in (path, *(sorted(path.iterdir()) if path.is_dir() else ())):
         if folder.is_dir() and not (folder is not path and folder.is_symlink()):
@@ -98,7 +99,7 @@ def refuse_special(path: Path) -> None:
     for entry in entries:
         try:
             kind = stat.S_IFMT(entry.stat().st_mode)
-        except OSError:  # a link to nothing, which whoever needs the file reports
+        except OSError:  # a dangling link is reported by the file's reader
             continue
         if kind in _SPECIAL:
             raise CheckpointError(f"{entry} is {_SPECIAL[kind]}, not a file, so nothing is read here. Remove it.")
@@ -133,11 +134,11 @@ def look(source: str | Path) -> Found:
 
 
 GGUF_VERBS = ("run", "serve", "bench", "verify")
-"""Verbs that take a GGUF file in the place of a package."""
+"""Verbs that accept a GGUF file instead of a package."""
 
 
 def demand_package(path: Path, verb: str) -> None:
-    """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
+    """Raise PackageError unless `path` is a package; the message has the command that makes one from what it is."""
     if not path.exists():
         raise PackageError(
             f"{path} does not exist. {verb} takes a package. Make one: still-export MODEL --to onnx -o {shlex.quote(str(path))}"
@@ -154,7 +155,7 @@ def demand_package(path: Path, verb: str) -> None:
             f"{path} {what}. {verb} takes the folder that an export wrote. Make one: still-export MODEL{to} -o PACKAGE"
         )
     if found.kind in ("package", "none") or verb == "inspect":
-        return  # what is damaged is the reader's to refuse
+        return  # its reader reports damage
     name, quoted = os.path.basename(os.path.abspath(path)).removesuffix(".gguf"), shlex.quote(str(path))
     made = shlex.quote(f"{name}-package")
     model = quoted
@@ -167,7 +168,7 @@ def demand_package(path: Path, verb: str) -> None:
 
 
 def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained: bool = False) -> Found:
-    """What `source` is; raise where `source` is no model that `verb` takes, with the command that goes on.
+    """What `source` is; raises, with the next command, unless it is a model that `verb` accepts.
 
     Args:
         overlays: Adapters or feature maps that are added to it.
@@ -219,7 +220,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where it is damaged, which its reader reports."""
+    """The JSON object in a file; empty if it is damaged, which its reader reports."""
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
@@ -228,7 +229,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _gguf_family(path: Path) -> str:
-    """general.architecture of a GGUF file whose first entry says it, as llama.cpp's converter writes them; else ""."""
+    """general.architecture of a GGUF file if it is the first entry, as llama.cpp's converter writes it; else ""."""
     with path.open("rb") as file:
         head = file.read(256)
     key = b"general.architecture"
@@ -243,7 +244,7 @@ def _gguf_family(path: Path) -> str:
 
 
 def _has_no_maps(path: Path) -> bool:
-    """Whether the weights, by the headers of their files, are read and have no linearized model's tensors."""
+    """Whether the weight files' headers can be read and have no tensors of a linearized model."""
     if path.is_file():
         return True
     files = sorted(path.glob("*.safetensors"))

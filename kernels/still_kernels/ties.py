@@ -1,4 +1,4 @@
-"""What two right runtimes may differ in, op by op. No torch."""
+"""Choices in which two correct runtimes may differ, op by op. No torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 Scores = dict[int, np.ndarray]
-"""By layer (~layer of watched ops), what was compared to choose, in an array of the op's own."""
+"""By layer (~layer for watched ops), the scores that a choice compares, in an array of the op's own."""
 
 Leads = dict[int, np.ndarray]
-"""By the same, how clearly the reference chose, in an array of the op's own: its lead, in parts of the lead that is a tie."""
+"""By the same key, the reference's lead relative to the lead that counts as a tie, in an array of the op's own."""
 
 TIE = 8.0
-"""A lead is a tie up to so many times the error that PyTorch's own run makes in these very scores: what two of them differ by is spread
-1.4 times as wide as one, and kernels that sum in half precision err two to three times as far as PyTorch."""
+"""A lead is a tie up to this many times PyTorch's own error in these scores: differences of two runs spread 1.4 times as wide as one, and
+kernels that sum in half precision err two to three times as far as PyTorch."""
 COARSE = 2.0
-"""Times PyTorch's own error that a runtime's may have where turned choices are counted."""
+"""Multiple of PyTorch's own error assumed for a runtime when expected turned choices are counted."""
 CHOSEN = "chosen"
-"""What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
+"""Output with PyTorch's choices for a layer whose states show the chosen: places of tokens [B, HS, n, k], -1: none."""
 SAME_TOKEN = 12.0
-"""Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
-precision state may (`still_export.proof.judge`)."""
+"""Two keys are the same token if they differ by at most this many times PyTorch's own rounding error, as for any row of a half precision
+state (`still_export.proof.judge`)."""
 
 Look = tuple[np.ndarray, Arrays]
-"""Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""
+"""(lengths [B] before some tokens, outputs of the call with the last of them)."""
 
 Pairs = list[tuple[Arrays, Arrays]]
 """Outputs of each call, (PyTorch, target)."""
@@ -36,10 +36,14 @@ Pairs = list[tuple[Arrays, Arrays]]
 
 @dataclass
 class Choices:
-    """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
-    `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
-    rounding turns in a right runtime; it is a figure, since which they are follows from the processor. `unreported` are tokens with a choice
-    that nearly ties and that the runtime does not report."""
+    """Counts of a runtime's choices.
+
+    compared: All. near_ties: Different at a near tie. wrong: Different without a tie. widest: The largest lead of a different choice,
+    relative
+    to a tie. expected: Choices that rounding turns in a correct runtime; a figure, because the processor decides which. unreported:
+    Tokens
+    with a near tie that the runtime does not report.
+    """
 
     compared: int = 0
     near_ties: int = 0
@@ -58,52 +62,57 @@ class Choices:
 
 
 class OpTies(Protocol):
-    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them. PyTorch follows the runtime's choices where it can;
-    `leads` below 0 are those of choices that it would have made otherwise."""
+    """Choices of one op that rounding may turn; `op_kernels.Op` lists the implementations.
+
+    PyTorch makes the runtime's choices where it can. Leads below 0 belong to choices that it would have made otherwise.
+    """
 
     score: str
-    """The state that holds what is compared."""
+    """The state with the compared scores."""
     watched: str
-    """The op whose first output says what was chosen, which a proof asks for; "": states show it."""
+    """The op whose first output has the choices; "": states show them."""
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """Compare what two runtimes chose, and what PyTorch followed with what it would have chosen; where the lead is a tie, either is
-        right. `own` are errors of PyTorch's own run, of each pair by output (see `row_errors`): of a token that errs far there, the
-        target's may, too, and is no other one."""
+        """Compare the choices of two runtimes, and the choices PyTorch made with those it would have made. At a tie, either is right.
+
+        own: Errors of PyTorch's own run, by output of each pair (see `row_errors`). A token that errs far there may err as far in the
+        target.
+        """
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
-        """Of each pair by layer the sequences [B] in which the two sides chose otherwise on a near tie, as states show it."""
+        """For each pair, by layer, the sequences [B] whose choices differ at a near tie, if states show them."""
 
     def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """What a runtime chose in calls one after the other, by layer, as PyTorch can follow it; nothing where states do not show it."""
+        """A runtime's choices in consecutive calls, by layer, in the form PyTorch can make; empty if states do not show them."""
 
     def chooses(self, lengths: np.ndarray) -> bool:
         """Whether a step after `lengths` [B] tokens chooses."""
 
     @property
     def span(self) -> int:
-        """Tokens of a sequence at most whose scores the state still holds."""
+        """Most tokens of a sequence whose scores are in the state."""
 
     def scores(self, looks: Sequence[Look]) -> Scores:
-        """All scores of sequences, of looks at most `span` of their tokens apart."""
+        """All scores of sequences, from looks at most `span` tokens apart."""
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """Of the reference's `scores`, beside those of PyTorch's own run in the package's type; infinity where nothing was chosen yet."""
+        """Leads of the reference's `scores`, relative to ties by PyTorch's own run in the package's type (`own`); infinity where nothing
+        was chosen."""
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """The smallest lead of what was chosen along sequences of `counts` [B] tokens, in units of the scores."""
+        """The smallest lead of the choices along sequences of `counts` [B] tokens, in units of the scores."""
 
 
 @runtime_checkable
 class UnreportedTies(Protocol):
-    """Choices that no state shows: a runtime tells them, or nobody knows."""
+    """Ties whose choices no state shows: a runtime reports them, or they are unknown."""
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
         """Like Ties."""
 
 
 class Ties:
-    """The ties of all ops of a package, asked together."""
+    """The ties of all ops of a package together."""
 
     def __init__(self, each: Iterable[OpTies] = ()) -> None:
         self.each = tuple(each)
@@ -129,7 +138,7 @@ class Ties:
 
     @property
     def span(self) -> int:
-        """Like OpTies, the least of all; 0 where nothing is chosen."""
+        """Like OpTies, the smallest of all; 0 if nothing is chosen."""
         return min((op.span for op in self.each), default=0)
 
     def scores(self, looks: Sequence[Look]) -> Scores:
@@ -140,25 +149,25 @@ class Ties:
         return {k: v for op in self.each for k, v in op.leads(_part(op, scores), own, counts).items()}
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
-        """Like OpTies; infinity where nothing is chosen."""
+        """Like OpTies; infinity if nothing is chosen."""
         return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """By layer, tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right."""
+        """By layer, tokens [B, N] with a near tie that states do not show: either answer is right."""
         return {k: v for op in self.each if isinstance(op, UnreportedTies) for k, v in op.open_tokens(leads).items()}
 
     @property
     def shown(self) -> Ties:
-        """Those whose choices states show."""
+        """Ties of ops whose choices states show."""
         return Ties(op for op in self.each if not op.watched)
 
     def is_score(self, output: str) -> bool:
-        """Whether `output` holds what an op compares, or what it chose."""
+        """Whether `output` holds compared scores, or choices."""
         return any(output.startswith(f"present_{name}.") for op in self.each for name in (op.score, CHOSEN))
 
 
 def overruled(leads: Iterable[np.ndarray]) -> Choices:
-    """Of choices that PyTorch followed, those that it would have made otherwise."""
+    """Choices that PyTorch took from a runtime although its own scores say otherwise."""
     found = Choices()
     for lead in leads:
         found.near_ties += int(((lead < 0) & (lead >= -1)).sum())
@@ -168,11 +177,11 @@ def overruled(leads: Iterable[np.ndarray]) -> Choices:
 
 
 def _part(op: OpTies, scores: Scores) -> Scores:
-    """What an op compared."""
+    """The scores of an op."""
     return {key: x for key, x in scores.items() if (key < 0) == bool(op.watched)}
 
 
 def expected_ties(leads: Leads) -> float:
-    """How many choices differ where a runtime errs COARSE times as far as PyTorch's own run, each score by itself."""
+    """Expected number of different choices if a runtime errs COARSE times as far as PyTorch's own run, each score independently."""
     found = np.concatenate([lead[np.isfinite(lead)].ravel() for lead in leads.values()] or [np.zeros(0)])
     return sum(0.5 * math.erfc(lead) for lead in np.abs(found * TIE / (2 * COARSE)).tolist())

@@ -28,7 +28,7 @@ What you type during an answer is your next message."""
 
 
 def talk(conversation: Conversation, output: Output, when_full: str) -> None:
-    """Talk until /exit or the input ends.
+    """Chat until /exit or the input ends.
 
     Args:
         when_full: At the end of the capacity: "ask" whether the oldest turns may go, "drop" them, or "stop".
@@ -65,7 +65,7 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
 def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
-    """The answer, after room was made where there was none; None where the user keeps the oldest turns."""
+    """The answer, after old turns were dropped if necessary; None if the user declines."""
     with interruptible() as stopped, typing_kept(), output.reading(len(message) // 4) as progress:
         try:
             answer = conversation.ask(message, sys.stdout, progress, stopped)
@@ -96,7 +96,6 @@ def opening(conversation: Conversation) -> str:
 
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:
-    """Lines of /stats."""
     model = conversation.model
     held = int(model.length[0])
     table = model.table
@@ -115,7 +114,7 @@ ENDS = {"end": "the model", "length": "--tokens", "stop": "a stop text", "interr
 
 
 def line_reader() -> Callable[[str], str | None]:
-    """A function that reads a message behind a prompt, None at the input's end: an editor in a terminal, plain lines elsewhere."""
+    """A function that reads one message after a prompt (None at the end of input): an editor in a terminal, plain lines elsewhere."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
 
         def plain(prompt: str) -> str | None:
@@ -131,7 +130,7 @@ def line_reader() -> Callable[[str], str | None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         history: Any = FileHistory(str(path))
-    except OSError:  # no home that can be written
+    except OSError:  # the home cannot be written
         history = InMemoryHistory()
     session: PromptSession[str] = PromptSession(history=history, enable_history_search=True)
 
@@ -149,7 +148,7 @@ def line_reader() -> Callable[[str], str | None]:
 
 @contextlib.contextmanager
 def typing_kept() -> Iterator[None]:
-    """Inside the block a terminal shows nothing of what is typed, and keeps all of it for the next `read`, also at Ctrl-C."""
+    """Inside the block, typed text is not shown, and is available to the next `read`, even after Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
@@ -168,7 +167,7 @@ def typing_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside the block Ctrl-C sets what the yielded function says instead of raising; a second one raises.
+    """Inside the block, Ctrl-C makes the yielded function return True instead of raising; a second Ctrl-C raises.
 
     An exception in the middle of a call would leave a state that is updated in place half old and half new.
     """

@@ -1,4 +1,4 @@
-"""Progress in a log file, where a bar would show nothing until its end."""
+"""Progress in a log file, where a bar would stay invisible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TICK_S = 2.0
 
 
 class Dots:
-    """Names on stderr a step that is longer than two seconds, with a dot for every two seconds and the time at its end."""
+    """Prints a step longer than two seconds on stderr, with a dot every two seconds and the time at its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Dots:
         self.end_line()
 
     def step(self, name: str, at_once: bool = False) -> None:
-        """The step that begins; `at_once`: name it at once, however short it is."""
+        """Start a step; `at_once`: print it immediately."""
         with self._lock:
             if name != self._step:
                 self._end_line()
@@ -41,7 +41,7 @@ class Dots:
                 self._name()
 
     def end_line(self) -> None:
-        """End the line of dots, if one is open: others print."""
+        """End an open line of dots before other output."""
         with self._lock:
             self._end_line()
 

@@ -1,4 +1,4 @@
-"""How a command ends early: one line on stderr that begins with what was typed; Ctrl-C and SIGTERM."""
+"""How a command ends early: one line on stderr that starts with what was typed; Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LOST_PAGES = (
     b"LostPages: a file was cut while it was read, such as a model's or package's weights, or its disk failed. Copy or export it again, "
     b"and start again.\n"
 )
-_on_lost_pages: object = None  # which the system calls: kept from being freed
+_on_lost_pages: object = None  # called by the system; the reference keeps it alive
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 USAGE: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises where flags or arguments are not those of the verb."""
+"""typer's errors for invalid flags and arguments."""
 _COMMAND = re.compile(r"still-export |pip install |Run: |Type: |--force")
-"""What a message has that ends with something to type."""
+"""Matches messages that end with something to type."""
 _AGAIN = re.compile(r"[Ee]xport (?:it |the model )?(?:again )?with (?:a larger )?(--[a-z-]+)\b(?! a model)")
 
 
 @contextlib.contextmanager
 def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process where it is, after `undo`.
+    """Inside the block, Ctrl-C and SIGTERM run `undo` and end the process at once.
 
     For TensorRT: what signal handlers raise in its callbacks is lost, and it works on for minutes.
     """
@@ -53,8 +53,8 @@ def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_lost_pages() -> None:
-    """End with a sentence where a file is cut that is mapped: reading the lost pages raises SIGBUS, for which Python's own handlers would
-    never run."""
+    """End with a sentence if a mapped file is truncated: reading the lost pages raises SIGBUS, and Python's own handlers would never
+    run."""
 
     def end(number: int) -> None:
         os.write(2, LOST_PAGES)
@@ -66,8 +66,12 @@ def end_at_lost_pages() -> None:
 
 
 def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseException]) -> Callable[..., None]:
-    """`progress` of a training (stage, steps done, steps in all, measurements) that raises `stop` behind the step in which Ctrl-C or
-    SIGTERM came. A second one ends the process at once, as both do before the first step and behind the last."""
+    """`progress` of a training (stage, steps done, steps in all, measurements) that stops it after the current step on Ctrl-C or SIGTERM.
+
+    It raises `stop` after the step, with a checkpoint. A second signal ends the process at once, as does one before the first step or
+    after
+    the last.
+    """
     before: dict[signal.Signals, object] = {}
     asked = False
 
@@ -95,7 +99,6 @@ def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseExceptio
 
 
 def complain_interrupted() -> None:
-    """What is said when Ctrl-C or SIGTERM ended the command."""
     complain("Interrupted", "nothing half-written was left behind.")
 
 
@@ -105,8 +108,7 @@ def complain(name: str, message: str) -> None:
 
 
 def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
-    """`message` behind the verb and the folder that were typed, if it does not name the folder itself, and before a command to type, if
-    it has none."""
+    """`message` with the verb and folder before it and a command after it, each unless the message has it already."""
     verb, subject = given[0], next((word for word in given[1:2] if not word.startswith("-")), "")
     begin = "" if subject and subject in message else f"{verb} {subject}".rstrip() + ": "
     end = ""
@@ -122,7 +124,7 @@ def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
 
 
 def usage(error: Exception, given: Sequence[str]) -> str:
-    """What typer says of wrong flags, in one sentence that begins with the flag and its value as they were typed."""
+    """typer's message for invalid flags as one sentence that starts with the flag and value that were typed."""
     parameter = getattr(error, "param", None)
     names = tuple(getattr(parameter, "opts", ())) or (getattr(error, "option_name", ""),)
     typed = ""
@@ -150,4 +152,4 @@ _PLAIN = (
     (r"^Option '(\S+)' requires an argument", r"\1 needs a value"),
     (r"^Got unexpected extra arguments?(?:\(s\))? \((.+)\)", r"\1: one word too many, or a flag is missing before it"),
 )
-"""Words of typer and pydantic, and ours."""
+"""Wordings of typer and pydantic, and their replacements."""

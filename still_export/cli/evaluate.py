@@ -47,7 +47,7 @@ def evaluate(
 ) -> None:
     """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map.
 
-    Of packages also size, memory and speed, so that one can be chosen.
+    For packages also size, memory and speed.
     """
     from dataclasses import asdict
 

@@ -123,7 +123,7 @@ def export(
 
 
 def _build_kernels(out: Output) -> None:
-    """Build the kernels for this machine's processor where they are not there and can be built; without them the export goes on."""
+    """Build kernels for this machine's processor if they are missing and can be built; otherwise export without them."""
     from still_export.targets.ort.library import build_library, can_build, find_library
     from still_export.targets.trt.plugins import PluginBuildError
 
@@ -142,7 +142,7 @@ def _build_kernels(out: Output) -> None:
 
 
 def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
-    """Refuse at once a type that no target by the name `to` computes in."""
+    """Refuse a type that no target named `to` supports."""
     from still_export.targets.registry import names, targets_of
 
     if to not in names():
@@ -156,7 +156,7 @@ def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
 
 
 def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:
-    """The engines of a package, where its target has some; or none, and why."""
+    """The engines of a package, or none and the reason."""
     from still_export.targets.target import NoBuilderError
 
     if not target.built:
@@ -170,7 +170,7 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
 
 
 def _overflow(asked: ExportOptions, package: Package) -> str:
-    """The warning of a model that overflows in the package's type; empty where it does not, or has bfloat16's range."""
+    """The warning that a model overflows in the package's type; empty if it does not, or has bfloat16's range."""
     from still_export.proof.overflow import overflow_of
 
     dtype = package.manifest["model"]["dtype"]
@@ -184,7 +184,7 @@ def _overflow(asked: ExportOptions, package: Package) -> str:
 
 
 def _say_what_was_rounded(package: Package, out: Output) -> None:
-    """Say what became of a source's codes, where they are not in the package as they are."""
+    """Print what happened to a source's codes that are not in the package unchanged."""
     codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
     if codes["floats"]:
         dtype = package.manifest["model"]["dtype"]
@@ -200,7 +200,7 @@ def _say_what_was_rounded(package: Package, out: Output) -> None:
 
 
 def _say_what_lacks(package: Package, target: Target, out: Output) -> None:
-    """Say which native code the package could have and has not."""
+    """Print which native code the package lacks."""
     from still_export.targets.ort.library import find_library
 
     manifest = package.manifest

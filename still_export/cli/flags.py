@@ -1,4 +1,4 @@
-"""Flags made from the fields of options records: an option's name, help and default stand in one place, where the option is."""
+"""Flags made from fields of option records, so that name, help and default are in one place."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def add_verb(
     targets: bool = False,
     finders: bool = False,
 ) -> None:
-    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets` and
-    `finders`; the help has it in `panel`."""
+    """Add `verb` to `app` in a panel of the help.
+
+    whole: With the flags of `records` (module.Name) except `without`, and those of all `targets` and `finders`.
+    """
     kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
     flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
     flags += finder_flags() if whole and finders else []
@@ -34,7 +36,7 @@ def add_verb(
 
 
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:
-    """The verb `function` with `flags`; those that the user gave are its argument `asked`, values by field."""
+    """The verb `function` with `flags`; it gets those that the user typed as its argument `asked`, by field."""
 
     def verb(**given: Any) -> None:
         asked = {flag.name: given.pop(flag.name) for flag in flags}
@@ -50,7 +52,7 @@ def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Call
 
 
 def flags_of(record: type, without: Collection[str] = ()) -> list[inspect.Parameter]:
-    """A flag for each option of a record, but `without` some."""
+    """A flag for each option of a record, except `without`."""
     return [_flag(record, entry) for entry in _options(record) if entry.name not in without]
 
 
@@ -84,7 +86,7 @@ def finder_flags() -> list[inspect.Parameter]:
 
 
 def _together(said: list[tuple[str, str]]) -> str:
-    """What targets say, once where they say the same."""
+    """The helps of several targets as one text, equal ones once."""
     by_text: dict[str, list[str]] = {}
     for to, text in said:
         by_text.setdefault(text, []).append(to)
@@ -96,7 +98,7 @@ def _options(record: type) -> Iterator[Field[Any]]:
 
 
 def _shown(entry: Field[Any]) -> str:
-    """The default in words, empty where it needs none."""
+    """The default in words; empty if it needs none."""
     default = entry.default
     if "shown" in entry.metadata:
         return str(entry.metadata["shown"])

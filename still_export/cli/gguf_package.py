@@ -1,4 +1,4 @@
-"""A GGUF file in the place of a package: exported once with the file's own bits, kept in the cache."""
+"""A GGUF file instead of a package: it is exported once with its own bits and cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from still_export.cli.output import Output, command_line
 
 
 def package_of(path: Path, out: Output) -> Path:
-    """The package of `path`: itself, or of a GGUF file that which is made of it; the cache keeps it until the file changes.
+    """The package at `path`, or the one exported from a GGUF file, cached until the file changes.
 
     Raises:
         StillExportError: The file cannot be exported.
@@ -24,9 +24,7 @@ def package_of(path: Path, out: Output) -> Path:
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
 
-    path = Path(
-        os.path.abspath(path)
-    )  # with its links: behind those of Hugging Face's cache it has neither ending nor parts
+    path = Path(os.path.abspath(path))  # links stay: targets of links in Hugging Face's cache have no suffix
     file = open_gguf(path)
     parts = [(str(part), part.stat().st_mtime_ns, part.stat().st_size) for part in file.parts]
     key = hashlib.sha256(repr((__version__, parts)).encode()).hexdigest()[:16]

@@ -33,7 +33,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
 ) -> None:
-    """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
+    """Show capacity, state size by context length next to full attention's cache, layers, types, what runs it here, and files."""
     demand_package(package, "inspect")
     if (looked := look(package)).kind in ("model", "adapter"):
         if report is not None:
@@ -86,7 +86,7 @@ def inspect(
 
 
 def _describe(found: Found, out: Output) -> None:
-    """Print what was understood of a model's files, a line each."""
+    """Print what is known of a model's files, one line each."""
     from still_export.folders.adapter_description import describe_adapter
     from still_export.folders.description import describe_folder
     from still_export.folders.gguf_description import describe_gguf

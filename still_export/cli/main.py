@@ -71,7 +71,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "linearize": RECIPE,
     "doctor": PLAIN,
 }
-"""Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
+"""Verbs, one file each with a function of its name, and the records that their flags are made from."""
 
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
@@ -79,14 +79,14 @@ PANELS = {
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize",),
 }
-"""Verbs by what they are for, in the order of the help."""
+"""Verbs by purpose, in the order of the help."""
 
 
-@functools.cache  # every call of `main` in a process would have all verbs more to build
+@functools.cache  # repeated calls of `main` in a process would build all verbs again
 def app(verb: str = "", alone: bool = False) -> typer.Typer:
-    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them.
+    """The command line. Flags made from records need seconds of imports, so only `verb` gets them.
 
-    `alone`: it is the only verb, as the others' files and flags take a tenth of the time to a first token.
+    alone: Only this verb; building the others takes a tenth of the time to a first token.
     """
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
@@ -97,7 +97,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
         "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
         "--debug, with any verb, shows the traceback of an error.",
         no_args_is_help=True,
-        add_completion=False,  # its options ask which shell called, and fail where none did
+        add_completion=False,  # its options ask for the calling shell and fail without one
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode="markdown",
@@ -113,7 +113,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
         function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
         if flags is PLAIN:
             made.command(name, epilog=examples, rich_help_panel=panel)(function)
-        else:  # a recipe's take no time
+        else:  # a recipe's flags take no time
             add_verb(made, function, examples, verb == name or flags is RECIPE, panel, **flags)
     return made
 
@@ -133,7 +133,7 @@ READ = (
 """Flags that name a file to read; - is standard input."""
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
-"""What stands in the place of a verb; anything else is the model of an export."""
+"""First words that are not verbs; anything else is the model of an export."""
 
 
 class _Interrupted(BaseException):
@@ -192,13 +192,13 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError as error:
         if debug:
             raise
-        asked = f": {error}" if str(error) else ""  # NumPy says how much, of what shape
+        asked = f": {error}" if str(error) else ""  # NumPy's message has size and shape
         complain(
             "OutOfMemory", f"this machine's memory does not suffice{asked}. Use one with more, or a smaller dtype."
         )
         sys.exit(2)
     except BaseException as error:
-        # What no check foresaw, from libraries too, whose Rust parts panic beside Exception. The input may be damaged, or this a bug.
+        # Unforeseen errors, also from libraries, whose Rust parts panic outside Exception: a damaged input, or a bug.
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         said = " ".join(str(error).split())
@@ -226,7 +226,7 @@ def _as_files(words: list[str]) -> list[str]:
 
 
 def _look_ahead(given: list[str]) -> None:
-    """Look at what a verb is about before its flags are made."""
+    """Check what a verb is about before its flags are made."""
     words = list(takewhile(lambda word: not word.startswith("-"), given[1:]))
     if any(not word.strip() for word in words):
         raise ModelNotFoundError(
@@ -235,7 +235,7 @@ def _look_ahead(given: list[str]) -> None:
     for flag, value in _values(given[1:]):
         if flag in READ and value and not Path(value).expanduser().exists():
             raise ConfigError(f"{flag} {value}: there is no such file.")
-    if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+    if given[:1] == ["evaluate"]:  # its flags need torch
         from still_export.folders.model import check_model
 
         if any(word.partition("=")[0] == "--report" for word in given):
@@ -254,7 +254,7 @@ def _look_ahead(given: list[str]) -> None:
 
 
 def _values(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags and what follows them."""
+    """Pairs of each word, as a flag, and its value."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, joined, value = word.partition("=")
         yield flag, value if joined else following

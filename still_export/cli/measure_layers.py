@@ -1,4 +1,4 @@
-"""still-export linearize --rank-layers, --find-...: what is measured of layers before any training."""
+"""still-export linearize --rank-layers, --find-...: measure layers before any training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def rank(recipe: Recipe, count: int, output: Path, force: bool, out: Output) -> None:
-    """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
+    """Rank layers by what linear attention cannot replace: predicting text from far tokens, and retrieving facts."""
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.select_layers import select_layers
 
@@ -31,7 +31,7 @@ def rank(recipe: Recipe, count: int, output: Path, force: bool, out: Output) -> 
 
 
 def find(finder: Finder, recipe: Recipe, output: Path, force: bool, out: Output) -> None:
-    """Find what layers may do with less."""
+    """Find the layers that can do with less."""
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.select_layers import find_layers
 

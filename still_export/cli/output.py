@@ -30,7 +30,7 @@ from still_export.errors import ConfigError
 
 
 def next_commands(package: Path, target: str, ready: bool = True) -> str:
-    """The line that names what can be done with a package for `target`; `ready`: it is complete, with engines where it has some."""
+    """The line that lists what can be done with a package for `target`; `ready`: its engines, if any, are built."""
     from still_export.targets.registry import target_of
 
     if not ready:
@@ -54,7 +54,7 @@ TrustNative = Annotated[
 
 
 def _writable_report(path: Path | None) -> Path | None:
-    """`path`, looked at while flags are read: before the verb's work."""
+    """Check while flags are parsed, before the verb's work, that `path` can be written."""
     if path is not None:
         from still_export.report.render import check_report
 
@@ -74,11 +74,11 @@ ReportFile = Annotated[
 
 LOADING = "loading PyTorch and its libraries, slowly the first time"
 LONG_PROMPT = 1024
-"""Tokens from which reading a prompt shows a bar."""
+"""Prompt length from which a bar is shown."""
 
 
 def report_folder(folder: Path) -> Path:
-    """`folder`, made where missing, before the work whose results go there.
+    """Create `folder` before the work whose results go there.
 
     Raises:
         ConfigError: It cannot be made or written, as in a package on a read-only disk.
@@ -94,15 +94,15 @@ def report_folder(folder: Path) -> Path:
 
 
 def command_line() -> str:
-    """The command that was given, to repeat it."""
+    """The command that was typed."""
     return shlex.join(["still-export", *sys.argv[1:]])
 
 
 class Output:
-    """Prints a verb's results and progress as its --json and --quiet flags say; of several processes of a run, the first does."""
+    """Prints results and progress as --json and --quiet say; of several processes only the first prints."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
-        self.first = os.environ.get("RANK", "0") == "0"  # of torchrun and accelerate
+        self.first = os.environ.get("RANK", "0") == "0"  # torchrun's and accelerate's
         self.as_json = as_json
         self.quiet = quiet or not self.first
         self.errors = Console(stderr=True, highlight=False)
@@ -124,7 +124,7 @@ class Output:
             self.say(line)
 
     def say(self, text: str) -> None:
-        """Print to stderr, quiet or not: the answer to a question."""
+        """Print to stderr, even if quiet: the answer to a question."""
         self._end_line()
         print(text, file=sys.stderr)
 
@@ -134,7 +134,7 @@ class Output:
 
     @contextlib.contextmanager
     def _log_file(self, step: str) -> Iterator[Dots]:
-        """Dots while `step`, and those that follow it, are done; what is printed meanwhile has lines of its own."""
+        """Dots while `step` and the steps after it run; other output gets lines of its own."""
         with Dots() as dots:
             self._dots = dots
             dots.step(step)
@@ -145,7 +145,7 @@ class Output:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[..., None]]:
-        """A spinner that names the step at work; a step that counts bytes is a bar."""
+        """A spinner with the current step; a step that counts bytes is a bar."""
         if self.quiet:
             yield lambda step, done=0, total=0: None
             return
@@ -171,7 +171,7 @@ class Output:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A spinner beside `what` is done, gone behind it."""
+        """A spinner next to `what` while the block runs."""
         if self.quiet:
             yield
             return
@@ -183,7 +183,7 @@ class Output:
 
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
-        """A bar over a prompt of about `tokens` tokens, gone when it was read; none for a short one."""
+        """A bar over a prompt of about `tokens` tokens, removed at its end; none for a short prompt."""
         if self.quiet or tokens < LONG_PROMPT:
             yield lambda done, total: None
             return
@@ -224,7 +224,7 @@ class Output:
 
     @contextlib.contextmanager
     def phases(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A bar for each phase, called with its name, what is done of it and of how much; in a log file a line for each phase."""
+        """A bar for each phase, called with (name, done, total); in a log file a line for each phase."""
         if self.quiet:
             yield lambda phase, done, total: None
             return
@@ -254,7 +254,7 @@ class Output:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[Callable[[str, int, int, dict[str, float]], None]]:
-        """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements.
+        """A bar per stage with newest measurements and time left, called with (stage, steps done, steps in all, measurements).
 
         In a log file, where a bar shows nothing until its end, twenty lines per stage.
         """

@@ -1,4 +1,4 @@
-"""still-export prove: all that this machine can show of a package, as a record."""
+"""still-export prove: everything that this machine can prove of a package, as a record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prove(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be shown here is said."""
+    """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be proven is listed."""
     demand_package(package, "prove")
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOGITS = "logits"
 SERVED = "With --runtime vllm"
 WITH_BOTH = ("seed", "runtime", "provider")
-"""Fields of the options that vLLM's proof has, too, or lets pass."""
+"""Fields of the options that vLLM's proof shares or ignores."""
 SHOWN = 5
 """Mismatches that are printed; the report has all."""
 
@@ -214,7 +214,7 @@ def verify(
 
 
 def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
-    """`repeatable`: by polygraphy's command, which can give no adapter."""
+    """`repeatable`: polygraphy's command can repeat it, which is not so with an adapter."""
     console = Console(width=None if Console().is_terminal else 150)
     table = Table(
         title=f"PyTorch against {runtime}: the logits, and the state nearest to its bound; own = mean error of {own_run}"

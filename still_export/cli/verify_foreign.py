@@ -14,7 +14,7 @@ from still_export.extras import demand
 from still_export.package.files import MANIFEST
 
 FLAGS = ("model", "lengths", "seed")
-"""Fields of the options that mean something here."""
+"""Fields of the options that apply here."""
 
 
 def is_foreign(path: Path) -> bool:

@@ -23,7 +23,7 @@ REQUESTS = 24
 
 
 def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[str, bool]) -> None:
-    """Raise ConfigError where flags of one kind of proof were given with the other.
+    """Raise ConfigError if flags of one kind of proof were given with the other.
 
     Args:
         ours, others: Flags of the proof of an engine, and of a package; whether each was given.

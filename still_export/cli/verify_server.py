@@ -1,4 +1,4 @@
-"""still-export verify http://HOST:PORT --model FILE: are a running server's answers those of the file?"""
+"""still-export verify http://HOST:PORT --model FILE: compare a running server's answers with the file."""
 
 from __future__ import annotations
 
