@@ -32,7 +32,7 @@ DECODE_STEPS = 24
 
 @dataclass(frozen=True)
 class Measurement:
-    """One context length: time of its prefill with the first token, median time of a decode step of all rows, peak memory."""
+    """Results at one context length: seconds of prefill to the first token, median milliseconds of a decode step, peak memory."""
 
     length: int
     prefill_s: float
@@ -44,7 +44,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class BenchOptions(RunnerOptions):
-    """How a package is measured: with the runner that `run` would open. Context lengths are in tokens; the help of flags says the rest."""
+    """How a package is measured, with the runner that `run` opens. Context lengths are in tokens."""
 
     steps: int = option(DECODE_STEPS, "Decode steps per length.", least=1)
     batch: int = option(1, "Sequences at once.", least=1)
@@ -53,11 +53,11 @@ class BenchOptions(RunnerOptions):
     )
 
     def room(self, length: int) -> int:
-        """Tokens that a package holds at the end of a measurement at `length`: a step before those that are timed captures them."""
+        """Tokens in the package at the end of a measurement at `length`, including the step that captures a graph."""
         return length + self.steps + 1
 
     def held(self, manifest: dict[str, Any]) -> tuple[int, ...]:
-        """The lengths that are measured: those asked for, or of the usual ones those that a package has room for.
+        """The lengths to measure: those asked for, or the usual ones within the capacity.
 
         Raises:
             ConfigError: One that was asked for does not fit.
@@ -72,7 +72,7 @@ class BenchOptions(RunnerOptions):
 
 
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
-    """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
+    """Measure one context length in this process: a random prompt in pieces, then greedy decoding."""
     manifest = read_manifest(package)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)
@@ -90,7 +90,7 @@ def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     prefill = time.perf_counter() - begin
     times = []
     steps = model.greedy(token, setting.steps + 1)
-    next(steps)  # captures the step, where steps are replayed
+    next(steps)  # captures the step, if steps are replayed
     for _ in range(setting.steps):
         begin = time.perf_counter()
         next(steps)
@@ -122,7 +122,7 @@ def bench(
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            reason = re.sub(r"^[\w.]+Error: ", "", reason)  # the message, without the class that a traceback names
+            reason = re.sub(r"^[\w.]+Error: ", "", reason)  # the message without the traceback's class name
             raise PackageError(f"measuring {length} tokens failed: {reason}")
         rows.append(Measurement(**json.loads(done.stdout.strip().splitlines()[-1])))
         progress(f"{length} tokens")

@@ -1,4 +1,4 @@
-"""What a model knows: bits per byte of texts, retrieval by depth and length; for a STILL model also with parts switched off."""
+"""What a model knows: bits per byte of texts, retrieval by depth and length; for STILL models also with parts disabled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from still_export.texts.texts import check_ids, tokenize
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER = "teacher"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
-"""Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
+"""Tokens of one forward pass; limits the logits to 1.6 GB for 8K tokens of a 49K vocabulary."""
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -102,7 +102,7 @@ class Evaluation:
     prompts: int = 0
 
     def add(self, other: Evaluation) -> None:
-        """Add what was measured of other models."""
+        """Add the results of other models."""
         for name in ("bits_per_byte", "perplexity", "retrieval", "costs"):
             getattr(self, name).update(getattr(other, name))
         self.prompts = self.prompts or other.prompts
@@ -192,7 +192,7 @@ def by_depth(
 
 
 def prompts_at_once(model: Any, length: int) -> int:
-    """Prompts of so many tokens in one call; a server is asked for a few at a time."""
+    """Prompts of this length in one call; a server gets a few at a time."""
     return AT_ONCE if hasattr(model, "complete_all") else max(1, TOKENS_AT_ONCE[model.device.type] // length)
 
 
@@ -216,7 +216,7 @@ def load_any(
             layers = load_model(path, attach_untrained=True, dtype=dtype).config.num_hidden_layers
             full = StillConfig(layer_types=(FULL,) * layers)
             return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
-        # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
+        # The loader checks files and reads GGUF; softmax mode does not use the attached maps and gates.
         model = load_model(path, attach_untrained=True, dtype=dtype)
         for mixer in MIXERS.values():
             mixer.restore_base(model)
@@ -241,7 +241,7 @@ def load_any(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` means; auto is CUDA where there is one."""
+    """The device called `name`; auto is CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in DEVICES:
@@ -252,7 +252,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
-    """How often `evaluate` will call `advance`."""
+    """Number of `advance` calls of an `evaluate` run."""
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
     texts = len(options.texts) * (len(options.context_lengths) + bool(options.by_position))
     tasks = len(options.tasks) * len(options.lengths)
@@ -260,27 +260,27 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
 
 
 def variants_of(model: Any) -> tuple[str, ...]:
-    """Variants that a STILL model has: itself, and without each part of its layers."""
+    """Variants of a STILL model: complete, and without each part of its layers."""
     layers = range(model.config.num_hidden_layers)
     return tuple(dict.fromkeys(("still", *(part for i in layers for part in mixer_of(model.config, i).parts))))
 
 
 def without(model: Any, variant: str) -> contextlib.AbstractContextManager[None]:
-    """`model` as `variant` inside the block: a part of its layers switched off, as their mixers know it."""
+    """Inside the block `model` is the `variant`: its mixers have a part disabled."""
     owner = next((mixer for mixer in MIXERS.values() if variant in mixer.parts), None)
     return contextlib.nullcontext() if owner is None else owner.without(model, variant)
 
 
 @torch.no_grad()
 def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: int) -> float:
-    """Bits per UTF-8 byte of the first `limit` tokens of `text`, in blocks of `context` tokens that know nothing of each other.
+    """Bits per UTF-8 byte of the first `limit` tokens of `text`, in independent blocks of `context` tokens.
 
     The first token of a block is given, not predicted.
 
     Raises:
         ConfigError: The text has not one block.
     """
-    # Tokens are longer than a byte on the whole; the tail that is not needed is not tokenized.
+    # A token has more than a byte on average; the unneeded tail is not tokenized.
     ids = tokenize(text[: 16 * limit], tokenizer, int(model.config.vocab_size))[:limit]
     blocks = len(ids) // context
     if blocks == 0:
@@ -301,11 +301,11 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: in
 def retrieval(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
-    """Share of answers whose every token is the most likely one, which is what greedy decoding gives, by depth."""
+    """Share of answers by depth whose every token is the most likely one, as greedy decoding would give them."""
     haystack = next(iter(texts.values()), None) or DEFAULT_HAYSTACK
     filler = tokenize(haystack[: 200 * length], tokenizer, int(model.config.vocab_size))
     writer = TaskWriter(tokenizer, filler)
-    # One seed for all variants: every model is asked the same questions.
+    # One seed for all variants: every model gets the same questions.
     rng = np.random.default_rng((options.seed, length))
     found = []
     for depth in range(options.depths):
@@ -324,7 +324,7 @@ def retrieval(
 
 
 def check_answers(tokenizer: Any, prompts: Sequence[tuple[np.ndarray, int]]) -> None:
-    """Raise DataError unless the last tokens of each prompt are a number that its text has just once before."""
+    """Raise DataError unless the last tokens of each prompt are a number that occurs once before in its text."""
     for ids, count in prompts:
         text, answer = (tokenizer.decode(part.tolist()) for part in (ids[:-count], ids[-count:]))
         if not answer.strip().isdigit() or len(re.findall(rf"(?<!\d){answer.strip()}(?!\d)", text)) != 1:
@@ -336,7 +336,7 @@ def check_answers(tokenizer: Any, prompts: Sequence[tuple[np.ndarray, int]]) -> 
 
 @torch.no_grad()
 def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int]) -> int:
-    """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation; a served model writes them as text."""
+    """Number of rows of `ids` [B, T] whose last `counts` tokens are all the most likely; a served model writes them as text."""
     if hasattr(model, "complete_all"):
         pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
         said = model.complete_all([(given, len(rest)) for given, rest in pairs])
@@ -358,7 +358,7 @@ DEFAULT_HAYSTACK = " ".join(
     ]
     * 40
 )
-"""Filler for retrieval where no text is given."""
+"""Filler for retrieval without texts."""
 
 
 def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:

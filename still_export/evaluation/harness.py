@@ -86,7 +86,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return found
 
     def _continuations(self, context: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Each continuation after the context, which is read once."""
+        """Log-probabilities of each continuation; the context is read once."""
         runner = self.model.runner
         runner.start(1, len(context) + max(map(len, continuations)))
         first = runner.prefill(context)

@@ -97,7 +97,7 @@ def evaluate(
 
 
 def _check_served(options: EvaluationOptions) -> None:
-    """Raise ConfigError where a server is asked for more than words, or its tokenizer is not named."""
+    """Raise ConfigError if a server is asked for more than words, or its tokenizer is missing."""
     if options.tokenizer is None:
         raise ConfigError("a server is asked in token ids: name the folder of its tokenizer with --tokenizer.")
     if options.texts and (options.context_lengths or options.by_position):
@@ -105,7 +105,7 @@ def _check_served(options: EvaluationOptions) -> None:
 
 
 def _packages(models: list[str], alone: bool) -> dict[str, Package]:
-    """The packages by their folders' names; empty for one model that is none, if it is `alone`."""
+    """Packages by folder name; empty for a single model that is none (`alone`)."""
     folders = [Path(model) for model in models]
     if not all(map(is_package, folders)):
         if len(models) > 1 or not alone:
@@ -127,7 +127,7 @@ def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
 
 
 def _measured(tokens: int, packages: Mapping[str, Package], setting: BenchOptions) -> int:
-    """Of `tokens` what leaves every package room for the steps that are timed behind them."""
+    """`tokens`, less the steps timed after them where a package's capacity requires it."""
     bounds = [p.manifest["capacity"] for p in packages.values()]
     held = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
     return max(1, min((tokens, *held)))

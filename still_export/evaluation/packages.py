@@ -1,4 +1,4 @@
-"""A package in the place of a model: what evaluation asks of a model, answered by the runner that users run."""
+"""A package as a model for evaluation, answered by the runner that users run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from still_export.runtime.sampling import Sampling
 
 
 class PackageModel:
-    """A runner as `evaluate` calls a transformers model: logits of ids without padding, greedy continuations.
+    """A runner with the interface of a transformers model: logits of ids without padding, greedy continuations.
 
     A package gives the logits of each call's last token, unless it was exported with all of them: others are had token by token.
     """
 
     device = torch.device("cpu")
-    """Of ids and logits, wherever the package runs."""
+    """Device of ids and logits, wherever the package runs."""
 
     def __init__(self, runner: Runner) -> None:
         model = runner.manifest["model"]
@@ -33,7 +33,7 @@ class PackageModel:
         self._all_logits = bool(model["all_logits"])
 
     def to(self, device: Any) -> PackageModel:
-        """Itself: a package runs where it was opened."""
+        """Returns itself: a package runs where it was opened."""
         return self
 
     def __call__(self, ids: Tensor, use_cache: bool = False, logits_to_keep: int = 0) -> Any:
@@ -44,7 +44,7 @@ class PackageModel:
         return SimpleNamespace(logits=torch.from_numpy(logits.astype(np.float32, copy=False)))
 
     def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
-        """[B, kept, V] of the last tokens of [B, T]."""
+        """Logits [B, kept, V] of the last tokens of [B, T]."""
         rows, count = tokens.shape
         feeding = self.runner.feeding
         self.runner.start(rows, feeding.length(count))
@@ -52,7 +52,7 @@ class PackageModel:
             fed, places = feeding.fed(tokens)
             return self._fed(fed)[:, places[-kept:]]
         first = count - kept + 1
-        found = np.empty((rows, kept, self.config.vocab_size), np.float32)  # of long texts gigabytes, once
+        found = np.empty((rows, kept, self.config.vocab_size), np.float32)  # gigabytes for long texts, so once
         found[:, 0] = self._fed(feeding.fed(tokens[:, :first])[0])[:, -1]
         for place in range(first, count):
             found[:, place - first + 1] = self.runner.step(tokens[:, place])
@@ -77,7 +77,7 @@ class PackageModel:
         return torch.cat([ids, new], dim=1)
 
     def _fed(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of tokens [B, T], fed in pieces: of all [B, T, V], or of the last [B, 1, V]."""
+        """Logits of tokens [B, T], fed in pieces: all [B, T, V], or the last [B, 1, V]."""
         step = self.runner.prefill_tokens
         pieces = [self.runner.feed(tokens[:, start : start + step]) for start in range(0, tokens.shape[1], step)]
         return np.concatenate(pieces, axis=1) if self._all_logits else pieces[-1]

@@ -1,4 +1,4 @@
-"""Perplexity by position in long texts: whether what stands far above still helps, and where a model's context ends."""
+"""Perplexity by position in long texts: whether distant text still helps, and where a model's context ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from still_export.errors import ConfigError
 from still_export.texts.texts import tokenize
 
 FIRST = 1024
-"""Positions of the first range; each further one is as long as all before it."""
+"""Positions of the first range; each further range is as long as all before it."""
 SLICE = 4096
-"""Positions whose logits are widened at a time."""
+"""Positions whose logits are cast at a time."""
 
 
 def ranges(context: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""All that this machine can show of a package, in one call: engines built, compared with PyTorch, measured, recorded."""
+"""Everything that this machine can prove of a package, in one call: build engines, compare with PyTorch, measure, record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from still_export.proof.records import Record, make_record, what_ran
 from still_export.targets.registry import packaged_target
 
 SHOWN = 5
-"""Mismatches that a record names."""
+"""Mismatches listed in a record."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ProveOptions:
 
 @dataclass(frozen=True)
 class Proven:
-    """The record, and what could not be shown here, a sentence each."""
+    """The record, and what could not be proven here, a sentence each."""
 
     record: Record
     missing: list[str]
@@ -55,7 +55,7 @@ def prove(
         PackageError: The package is damaged or does not run here.
         ModuleNotFoundError: The target's runtime is not installed.
     """
-    opened = open_package(Path(package), check_hashes=False)  # who builds of it, and verify, compare them
+    opened = open_package(Path(package), check_hashes=False)  # build and verify compare the hashes
     target = packaged_target(opened.manifest)
     runtime = runtime_of(opened.manifest["target"], None)
     demand(*runtime.modules)
@@ -101,7 +101,7 @@ def prove(
 
 
 def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
-    """The verdict, None where PyTorch's answers are not here."""
+    """The verdict; None if PyTorch's answers are not available."""
 
     def progress(phase: str, done: int, total: int) -> None:
         say(f"verifying: {phase}, {done} of {total}")

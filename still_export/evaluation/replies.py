@@ -1,4 +1,4 @@
-"""What a model writes: greedy replies to prompts."""
+"""Greedy replies to prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def replies(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens
 
 @torch.no_grad()
 def greedy(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """The most likely continuation of every prompt up to its end, without the end's token, of at most `tokens` tokens."""
+    """The most likely continuation of every prompt, at most `tokens` tokens, without the end token."""
     longest, end = max(map(len, prompts)), tokenizer.eos_token_id
     ids = torch.full((len(prompts), longest), end, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""A server of OpenAI's completions in the place of a model: vLLM, `still-export serve` or another, asked over HTTP."""
+"""An OpenAI-compatible server (vLLM, `still-export serve` or another) as a model for evaluation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 from still_export.runtime.sampling import RunError
 
 SECONDS = 600
-"""Until an answer has to be there."""
+"""Seconds to wait for an answer."""
 AT_ONCE = 8
-"""Prompts that it is asked at a time: servers answer several together."""
+"""Concurrent prompts."""
 
 
 def is_served(model: str) -> bool:
-    """Whether a model is named by an address."""
+    """Whether a model is given by an address."""
     return model.startswith(("http://", "https://"))
 
 
 class ServedModel:
-    """What a server continues prompts with. Its logits are not seen, so tasks that are answered in words can be measured, and needles.
+    """Continues prompts by a server. Logits are not available, so only tasks answered in words can be measured.
 
     Args:
         address: Up to the version: http://127.0.0.1:8000/v1.
@@ -43,7 +43,7 @@ class ServedModel:
         self.name = self._ask("models", lambda found: found["data"][0]["id"])
 
     def to(self, device: Any) -> ServedModel:
-        """Itself: it runs where its server does."""
+        """Returns itself: it runs where its server does."""
         return self
 
     def complete(self, prompt: Sequence[int], tokens: int) -> str:
@@ -52,7 +52,7 @@ class ServedModel:
         return self._ask("completions", lambda found: found["choices"][0]["text"], body)
 
     def complete_all(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[str]:
-        """The continuations of prompts' ids, each of at most so many tokens, in their order."""
+        """The continuations of (prompt ids, most tokens), in order."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda one: self.complete(*one), asked))
 

@@ -17,9 +17,9 @@ from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_fill
 from still_export.texts.turns import turn_pieces
 
 REPLY_TOKENS = 40
-"""Of a reply at most, where a task has no number of its own; long lists of answers have."""
+"""Most tokens of a reply, for tasks without a limit of their own."""
 MANY = 4
-"""Values, keys, distractors of RULER's harder needles."""
+"""Number of values, keys or distractors in RULER's harder needles."""
 HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
 """Common words, and how often they and all others stand in the list."""
@@ -30,7 +30,7 @@ OBJECTS = "football apple milk".split()
 
 
 def holds(reply: str, answer: str) -> bool:
-    """Whether a reply holds the answer as a word of its own."""
+    """Whether a reply contains the answer as a separate word."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
 
@@ -87,18 +87,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids int64 [n], ready to be answered, and what is asked."""
+    """Token ids int64 [n] of a prompt, and its item."""
 
     ids: np.ndarray
     item: Item
 
 
 Maker = Callable[[np.random.Generator, float, Sequence[str]], Item]
-"""An item from random numbers, the depth of what is asked for, and the different words of the text."""
+"""Makes an item from a random generator, the depth of the fact asked for, and the text's vocabulary."""
 
 
 def _needles(keys: int, values: int, asked: int) -> Maker:
-    """`keys` things with `values` codes each; those of the first `asked` things are asked for."""
+    """`keys` things with `values` codes each; the question is about the first `asked` things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         drawn = rng.choice(len(COLOURS) * len(THINGS), keys, replace=False)
@@ -123,7 +123,7 @@ def _needles(keys: int, values: int, asked: int) -> Maker:
 
 
 def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """A chain of assignments: every variable that has the first one's value."""
+    """A chain of assignments: which variables have the first one's value."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(chr(65 + int(n)) for n in rng.integers(0, 26, 5))
@@ -141,7 +141,7 @@ def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> 
 
 
 def _common(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """Ten words that stand in a list ten times as often as all others."""
+    """Ten words that occur ten times as often in a list as all others."""
     order = [words[int(i)] for i in rng.permutation(len(words))]
     listed = [(word, float(OFTEN if i < COMMON else SELDOM)) for i, word in enumerate(order)]
     question = f"\nWhich {COMMON} words are the most frequent of the list above?"
@@ -150,7 +150,7 @@ def _common(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Ite
 
 
 def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """Three words of a text of made-up ones, whose frequencies fall with the square of their rank."""
+    """Three most frequent words of a made-up text whose frequencies fall with the square of rank."""
     made = ["".join(chr(97 + int(n)) for n in rng.integers(0, 26, 6)) for _ in range(64)]
     shares = [(word, 0.6 / (rank + 1) ** 2) for rank, word in enumerate(made)]
     question = "\nThe text above is in a secret script. Which three words are its most frequent?"
@@ -159,7 +159,7 @@ def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> I
 
 
 def _story(supporting: int) -> Maker:
-    """bAbI's first three kinds of stories, by the facts that an answer needs: people who go about, take and leave things."""
+    """bAbI's first three kinds of stories, by number of facts that an answer needs: people move around, take and drop things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         where: dict[str, list[str]] = {}
@@ -224,7 +224,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def _plain(text: str) -> str:
-    """With single spaces, as tokenizers differ in those that they put between pieces."""
+    """With single spaces, because tokenizers differ in spaces between pieces."""
     return " ".join(text.split())
 
 
@@ -243,7 +243,7 @@ class PromptWriter:
         self.start = tokenizer("")["input_ids"] if chat is None else self._encode(chat["start"])
 
     def prompt(self, length: int, depth: float, number: int, rng: np.random.Generator) -> Prompt:
-        """The prompt `number` of a depth; with its reply it has `length` tokens, or a word less.
+        """Prompt `number` at a depth; with its reply it has `length` tokens, or up to a word less.
 
         Raises:
             ConfigError: It does not fit, or none came out whole.
@@ -268,7 +268,7 @@ class PromptWriter:
         return self.fillers[number % len(self.fillers)]
 
     def _listed(self, item: Item, room: int, rng: np.random.Generator) -> np.ndarray:
-        """Token ids of the item's words in any order, as many as fit."""
+        """Token ids of as many of the item's words as fit, in random order."""
         encoded = self.tokenizer([f" {word}" for word, _ in item.words], add_special_tokens=False)["input_ids"]
         asked = np.array([count for _, count in item.words])
         sizes = np.array([len(ids) for ids in encoded])
