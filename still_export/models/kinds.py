@@ -1,4 +1,4 @@
-"""The kinds of checkpoints that models are read from, in one table: how each is recognised, and what configures its layers."""
+"""The kinds of checkpoints, in one table: how each is recognised, and how its layers are configured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> int:
-        """num_hidden_layers, which checkpoints of other projects must say."""
+        """num_hidden_layers; required in checkpoints of other projects."""
         if self.config.get("num_hidden_layers") is None:
             raise CheckpointError(f"config.json of {self.source} has no num_hidden_layers. Fetch the model again.")
         return int(self.config["num_hidden_layers"])
@@ -51,13 +51,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user chose beside the files: untrained STILL attention, and its configuration."""
+    """The user's choices: whether to attach untrained STILL attention, and its configuration."""
 
     attach_untrained: bool
     still_config: StillConfig | None
 
     def refuse_config(self, what: str) -> None:
-        """Raise ConfigError where a configuration was chosen for what was trained with its own."""
+        """Raise ConfigError if a configuration was given for a checkpoint trained with its own."""
         if self.still_config is not None:
             raise ConfigError(
                 f"{what} has a configuration of its own, which fixes what was trained (chunk size, salient tokens, scope, maps). Leave out "

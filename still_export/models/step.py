@@ -49,7 +49,7 @@ def decode_with_state(
     states: Sequence[dict[str, Tensor]],
     **given: Tensor,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The same as far as the hidden states behind the last norm, [B, T, channels]; `given` is what the model takes beside tokens."""
+    """Like `forward_with_state`, up to the last norm: hidden states [B, T, channels]. `given`: the model's inputs besides tokens."""
     cache = StillCache.from_states(model.config, states, past_length)
     cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -57,14 +57,14 @@ def decode_with_state(
 
 
 def kept_rows(input_ids: Tensor, keep: int) -> Any:
-    """Rows that are left of the tokens [B, T] where `keep` are asked for; see `forward_with_state`."""
+    """Rows of the tokens [B, T] that remain for `keep`; see `forward_with_state`."""
     return keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
 
 
 def decode_given(
     model: Any, positions: Tensor, cache: StillCache, input_ids: Tensor, given: Mapping[str, Tensor]
 ) -> Any:
-    """The base model on tokens [B, T] at `positions` [B, T]; with embeddings and positions of `given` in the place of some."""
+    """Run the base model on tokens [B, T] at `positions` [B, T]; `given` replaces some embeddings and positions."""
     if EMBEDDINGS not in given:
         return model.decode(positions, cache, input_ids=input_ids, **given)
     own = model.model.embed_tokens(input_ids.clamp_min(0))
