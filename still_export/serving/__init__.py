@@ -1,1 +1,1 @@
-"""Serving: many requests share a package's model. scheduler decides, worker runs it, wire and app speak HTTP."""
+"""Serving: concurrent requests share a package's model. scheduler decides, worker runs it, wire and app speak HTTP."""

@@ -1,4 +1,4 @@
-"""The HTTP side of a server: OpenAI's paths over a worker. Thin: what a request means is in wire, what becomes of it in the scheduler."""
+"""The HTTP side of a server: OpenAI's paths over a worker. wire parses requests, the scheduler runs them."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, 
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
-"""A body that takes longer to come is given up."""
+"""Seconds after which an incomplete body is dropped."""
 
 STALLED_S = 30.0
-"""A call of the model that takes longer makes the server busy."""
+"""Seconds of a model call after which the server reports itself busy."""
 
 TOKENIZERS = 2
-"""Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
+"""Prompts tokenized at the same time: a tokenizer needs a hundred bytes or more for each of a prompt's."""
 
 INDEX = "index.html"
 PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.css": "text/css"}
-"""The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
+"""The browser page and its parts with their types; the rest of the folder `web` is for models that run in the browser."""
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
-"""Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
+"""Fields of generation_config.json that the page starts with; requests use OpenAI's defaults."""
 
 GONE = 499
-"""Status of a request whose client left, in metrics: nobody reads it."""
+"""Status, in metrics, of a request whose client left."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the HTTP side.
+    """Settings of the HTTP side.
 
     name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
     hosts: Names by which the server may be asked, beside localhost and addresses; None: any. Pages of other sites can give their own
@@ -96,17 +96,17 @@ class _Server:
         self.metrics = Metrics(worker.scheduler)
         self.generation = _sampling_settings(worker.scheduler.model)
         self.created = int(time.time())
-        self._arriving: dict[asyncio.Task[bytes], None] = {}  # bodies, the oldest first
+        self._arriving: dict[asyncio.Task[bytes], None] = {}  # bodies being read, the oldest first
         self._reading = 0
         self._tokenizers = CapacityLimiter(TOKENIZERS)
 
     def answered(self, handler: Handler) -> Handler:
-        """`handler` whose errors are answers, and whose answers are counted."""
+        """`handler` with errors turned into answers, and answers counted."""
 
         async def handle(request: HttpRequest) -> Response:
             two_lengths = "transfer-encoding" in request.headers and "content-length" in request.headers
             try:
-                if two_lengths:  # of which a proxy before this server may take the other
+                if two_lengths:  # a proxy before this server may interpret the other one differently
                     raise ApiError(400, "the request has Content-Length and Transfer-Encoding. Send one of them.")
                 if self.settings.hosts is not None:
                     _check_host(request.headers.get("host", ""), self.settings.hosts)
@@ -116,7 +116,7 @@ class _Server:
                 response = _json(error.to_dict(), error.status, again)
             except ClientDisconnect:
                 response = Response(status_code=GONE)
-            except Exception as error:  # a bug of ours: the others' requests go on
+            except Exception as error:  # a bug of ours: other requests continue
                 traceback.print_exception(error)
                 response = _json(ApiError(500, "the server failed on this request.").to_dict(), 500)
             if two_lengths:
@@ -142,7 +142,7 @@ class _Server:
         return handle
 
     async def refuse(self, request: HttpRequest, error: Exception) -> Response:
-        """Unknown paths and methods."""
+        """Answer unknown paths and methods."""
         assert isinstance(error, HTTPException)
         known = "this server has /v1/chat/completions, /v1/completions, /v1/prefixes, /v1/models, /health and /metrics."
         message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
@@ -150,7 +150,7 @@ class _Server:
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
 
     async def page(self, request: HttpRequest) -> Response:
-        """A chat with this server, and what its page is made of; it holds no secret, and asks for the key where there is one."""
+        """The chat page and its parts; it contains no secret and asks for the key if there is one."""
         name = request.url.path[1:] or INDEX
         text = resources.files("still_export.serving").joinpath("page", name).read_text(encoding="utf-8")
         headers = {"content-security-policy": "default-src 'self'; img-src data:", "cache-control": "no-cache"}
@@ -206,7 +206,7 @@ class _Server:
         return _json(reply.whole(text, ended, len(job.tokens), job.cached))
 
     async def prefixes(self, http: HttpRequest) -> Response:
-        """Read a document before anyone asks behind it."""
+        """Read a document ahead of requests about it."""
         scheduler = self.worker.scheduler
         if scheduler.prefixes is None:
             raise ApiError(
@@ -221,7 +221,7 @@ class _Server:
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
     async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
-        """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
+        """Parse a client's request, as many at a time as can be answered; kind None: a text or chat to read ahead."""
         scheduler = self.worker.scheduler
         body = await self._body(http)
         if self._reading >= scheduler.places:
@@ -242,7 +242,7 @@ class _Server:
             self._reading -= 1
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """The body; where too many are on their way, the slowest is given up: clients that send none to its end keep no place."""
+        """The body. If too many are being read, the slowest is dropped, so that stalled clients keep no place."""
         if len(self._arriving) >= self.worker.scheduler.places:
             next(iter(self._arriving)).cancel()
         task = asyncio.ensure_future(_read_body(http, self.settings.body_bytes))
@@ -278,7 +278,7 @@ class _Server:
         return job, events
 
     async def _events(self, http: HttpRequest, job: Request, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
-        """Events of a request up to its last; ClientDisconnect, and a free row, where the client leaves before."""
+        """Events of a request up to its last. If the client leaves earlier: ClientDisconnect, and its row is freed."""
         gone = asyncio.ensure_future(_gone(http))
         ended = "cancelled"
         try:
@@ -310,14 +310,14 @@ class _Server:
             for chunk in reply.last(len(job.tokens), job.cached):
                 yield line(chunk)
             yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already
+        except ApiError as error:  # the status is already sent
             yield line(error.to_dict())
         except ClientDisconnect:
             return
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:
-    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
+    """The publisher's sampling settings from the package's generation_config.json; an unreadable file has none."""
     name = "generation_config.json"
     try:
         said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
@@ -335,7 +335,7 @@ def _check(event: Event) -> None:
 
 
 def _check_host(header: str, hosts: frozenset[str]) -> None:
-    """Refuse a request to a name that is not this server's."""
+    """Refuse a request addressed to another host name."""
     try:
         name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -350,7 +350,7 @@ def _check_host(header: str, hosts: frozenset[str]) -> None:
 
 
 async def _read_body(http: HttpRequest, most: int) -> bytes:
-    """The body, as far as it may be read."""
+    """The body, up to its limit."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which pages of other sites may not send
         raise ApiError(415, f"the content type is {kind[:64]!r}; send application/json.")
@@ -381,16 +381,16 @@ def _parsed(body: bytes) -> object:
 
 
 def _no_number(name: str) -> None:
-    """Refuse NaN and Infinity, which Python's reader accepts."""
+    """Refuse NaN and Infinity, which Python's parser accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 async def _gone(http: HttpRequest) -> None:
-    """Returns when the client has left; its whole body was read."""
+    """Returns when the client has left, after its body was read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def _json(value: object, status: int = 200, headers: Any = None) -> Response:
-    """Of ASCII alone: an error may quote half a surrogate pair."""
+    """JSON in ASCII: an error may quote half of a surrogate pair."""
     return Response(json.dumps(value), status, headers, media_type="application/json")

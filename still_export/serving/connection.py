@@ -1,4 +1,4 @@
-"""Connections of the server, with limits: clients that send or read too slowly, or that are too many, keep no place of others."""
+"""Connections with limits: slow or excess clients do not block others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SPARE_DESCRIPTORS = 64
-"""File descriptors that connections leave to the rest of the process."""
+"""File descriptors reserved for the rest of the process."""
 
 QUEUE = 512
-"""Connections that wait in the system until the event loop accepts them."""
+"""Connections that the system queues until the event loop accepts them."""
 
 ACCEPTED = 16
-"""Connections that the event loop accepts in one round. It makes them in the rounds that follow, and others are closed for them then."""
+"""Connections accepted in one round of the event loop; it creates them in later rounds, and may close others for them."""
 
 ROUNDS = 4
 
@@ -56,14 +56,14 @@ class Connections:
             self.most = min(self.most, max(1, soft - others))
 
     def __call__(self, **given: Any) -> Connection:
-        """A new connection, as uvicorn makes one."""
+        """A new connection; uvicorn calls this."""
         connection = Connection(**given)
         connection.limits = self
         return connection
 
 
 class Connection(H11Protocol):
-    """A connection of HTTP that ends when its client is too slow."""
+    """An HTTP connection that closes if its client is too slow."""
 
     limits: Connections
     _head: asyncio.TimerHandle | None = None
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
         self._watch()
         if len(self.connections) > self.limits.most:
             oldest = next(iter(self.limits.waiting))
-            oldest._forget()  # or it would be the oldest for others of the same round, too
+            oldest._forget()  # otherwise it would be the oldest for others of the same round
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
             self.limits.waiting[self] = None
 
     def _end(self) -> None:
-        """Close, once the client has read what it was sent, or does not."""
+        """Close after the client has read everything, or timed out."""
         self.transport.close()
         self._abort_unread()
 
@@ -124,8 +124,7 @@ class Connection(H11Protocol):
 
 
 def report_once(every_s: float = 60.0) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler of an event loop's errors that reports a full table of file descriptors once in a while: the loop tries again 512 times a
-    second."""
+    """An error handler for event loops that reports a full descriptor table once per interval: the loop retries 512 times a second."""
     reported = -every_s
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

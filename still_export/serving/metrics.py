@@ -70,5 +70,5 @@ class Metrics:
                 self._token.observe((now - request.first) / (len(request.tokens) - 1))
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What a server is asked for, as flags of `serve`."""
+"""Options of a server, as flags of `serve`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.options import check_options, option
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """A server: its address, who may ask it, how much it answers at once."""
+    """A server: its address, access, and limits."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 = every one of this machine.")
     port: int = option(8000, "0 = a free one.", least=0, most=65535)

@@ -1,4 +1,4 @@
-"""The door of Ray Serve LLM: deploy/ray/still.yaml names it."""
+"""The ingress for Ray Serve LLM; deploy/ray/still.yaml uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.serving.wire import to_the_end
 
 
 class StillIngress(OpenAiIngress):
-    """Ray's own, but for streams that break off: there the end of the body looks like that of a whole answer (Ray 2.60)."""
+    """Ray's ingress, except for aborted streams, whose end looks like that of a complete answer (Ray 2.60)."""
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """/v1/completions."""

@@ -1,4 +1,4 @@
-"""A server that listens until a signal, and then finishes running requests."""
+"""A server that listens until a signal, then finishes running requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from still_export.serving.worker import Worker
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is a free one.
+    """Listen on host and port; port 0 is a free one.
 
     Raises:
         ConfigError: It cannot be had.
@@ -33,12 +33,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Only this machine can reach the socket."""
+    """Whether only this machine can reach the socket."""
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class Server(uvicorn.Server):
-    """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT does not wait for what runs.
+    """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT stops at once.
 
     Args:
         stop_timeout_s: Requests that run longer after the first signal are cut off.
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again once all is done, which would make an error of a graceful end."""
+        """Replaces uvicorn's version, which raises the signal again at the end and so turns a graceful stop into an error."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -84,10 +84,10 @@ class Server(uvicorn.Server):
             sock.listen(QUEUE)  # asyncio has one number for both
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end: asked ten times a second."""
+        """Whether to stop; called ten times a second."""
         return await super().on_tick(counter) or not self.worker.alive
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Refuse what comes, finish what runs."""
+        """Refuse new requests, finish running ones."""
         self.worker.stop()
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""Calls of tools in an answer, in the forms that published chat templates ask models for."""
+"""Tool calls in an answer, in the formats of published chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes its calls.
+    """A format of tool calls.
 
     Args:
         mark: What a call begins with.
@@ -36,7 +36,7 @@ class Form:
 
 
 def _tagged(text: str, tools: Tools) -> list[ToolCall]:
-    """Of Qwen, Hermes and Nemotron: `<tool_call>` around a JSON object, or around `<function=NAME>` with `<parameter=NAME>`."""
+    """Qwen, Hermes and Nemotron: `<tool_call>` around a JSON object, or around `<function=NAME>` with `<parameter=NAME>`."""
     found, rest = [], text
     while rest.strip():
         inner, rest = _between(rest.lstrip(), "<tool_call>", "</tool_call>")
@@ -66,7 +66,7 @@ def _parameters(body: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _schema(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Of a tool's parameters, by name."""
+    """JSON schemas of a tool's parameters, by name."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -88,7 +88,7 @@ def _mistral(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _llama(text: str, tools: Tools) -> list[ToolCall]:
-    """Objects of JSON with `parameters`, with a semicolon between them."""
+    """Llama: JSON objects with `parameters`, separated by semicolons."""
     found, rest = [], text.removeprefix("<|python_tag|>").strip()
     while rest:
         value, end = _DECODER.raw_decode(rest)
@@ -98,7 +98,7 @@ def _llama(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _python(text: str, tools: Tools) -> list[ToolCall]:
-    """Of LFM2: `<|tool_call_start|>` around a list of Python's calls with constants."""
+    """LFM2: `<|tool_call_start|>` around a list of Python calls with constants."""
     inner, _ = _between(text, "<|tool_call_start|>", "<|tool_call_end|>")
     listed = ast.parse(inner.strip(), mode="eval").body
     if not isinstance(listed, ast.List):
@@ -125,7 +125,7 @@ FORMS = (
 
 
 def _between(text: str, begin: str, end: str) -> tuple[str, str]:
-    """What stands between the marks at the beginning of `text`, and what behind them."""
+    """The text between two marks at the beginning of `text`, and the text after them."""
     if not text.startswith(begin) or end not in text:
         raise ValueError(f"no {begin} and {end}")
     inner, _, rest = text.removeprefix(begin).partition(end)
@@ -140,7 +140,7 @@ def _object(call: Any) -> ToolCall:
 
 
 class ToolCalls:
-    """Separates calls of tools from an answer's content as it is generated.
+    """Separates tool calls from an answer's content while it is generated.
 
     Args:
         form: None: nothing is a call.
@@ -152,7 +152,7 @@ class ToolCalls:
         self._held, self._begun, self._calls = "", False, False
 
     def push(self, text: str) -> str:
-        """Content that is certain with `text`."""
+        """Content that is certain after `text`."""
         if self.form is None:
             return text
         self._held += text
@@ -169,12 +169,12 @@ class ToolCalls:
         part = max((n for n in range(1, len(mark)) if self._held.endswith(mark[:n])), default=0)
         sure = self._held[: len(self._held) - part]
         if not self._begun and not sure.strip():
-            return ""  # blank, which may stand before a call
+            return ""  # white space, which may precede a call
         self._begun, self._held = True, self._held[len(sure) :]
         return sure
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls as OpenAI's objects; what is no whole call is content, as it was written."""
+        """The rest of the content, and the calls as OpenAI's objects; an incomplete call is content."""
         held, self._held = self._held, ""
         if not self._calls or self.form is None:
             return held, []
@@ -186,11 +186,11 @@ class ToolCalls:
 
 def _said(name: str, given: Any) -> dict[str, Any]:
     arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-    # Mistral's templates take names of calls with nine letters and digits alone.
+    # Mistral's templates only accept call ids of nine letters and digits.
     return {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def form_of(templates: Mapping[str, str]) -> Form | None:
-    """The form that chat templates ask for; None: none that is known."""
+    """The format that chat templates use; None: none that is known."""
     texts = [templates[name] for name in ("tool_use", "default") if name in templates]
     return next((form for form in FORMS if any(part in text for part in form.named for text in texts[:1])), None)

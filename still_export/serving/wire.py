@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers: what is accepted, what is refused, and the JSON of answers."""
+"""OpenAI's requests and answers: accepted and refused fields, and the JSON of answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_TOKENS = 16
 """Of /v1/completions without max_tokens, as in OpenAI's API."""
 
 MOST_MESSAGE = 1000
-"""Characters of an error: some quote what was asked."""
+"""Most characters of an error; some quote the request."""
 
 MEANINGLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -47,11 +47,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Fields that are not served, with the values that ask for nothing."""
+"""Unsupported fields, with the values that disable them."""
 
 
 MESSAGE_FIELDS = frozenset(("name", "tool_calls", "tool_call_id", *REASONING))
-"""What a message may have beside role and content."""
+"""Fields of a message besides role and content."""
 
 
 class ApiError(Exception):
@@ -72,12 +72,12 @@ class ApiError(Exception):
 
 
 class _AtFirst(FailFast):
-    __hash__ = object.__hash__  # pydantic's has none, which a union needs
+    __hash__ = object.__hash__  # pydantic has no name for it, which a union needs
 
 
 Item = TypeVar("Item")
 Listed = Annotated[list[Item], _AtFirst()]
-"""A list of which the first wrong item is reported: a list of a million would make as many errors."""
+"""A list of which only the first invalid item is reported: a list of a million would produce as many errors."""
 
 
 class _Strict(BaseModel):
@@ -85,13 +85,13 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
 
 
 class Generation(_Strict):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -106,13 +106,13 @@ class Generation(_Strict):
 
 
 class Completion(Generation):
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
 
 
 class Message(_Strict):
-    """Of a chat; what its content may be, the chat format says."""
+    """A chat message; the chat format decides what its content may be."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
@@ -133,7 +133,7 @@ class Message(_Strict):
 
 
 class Chat(Generation):
-    """Of /v1/chat/completions; fields that OpenAI has not are those of vLLM."""
+    """A request to /v1/chat/completions; fields that OpenAI lacks are vLLM's."""
 
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -148,7 +148,7 @@ class Chat(Generation):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be submitted.
+    """A parsed request that can be submitted.
 
     chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
     before calls of tools; reasoning, calls: what tells those from content.
@@ -171,7 +171,7 @@ Kind = TypeVar("Kind", bound=Generation)
 
 
 def understood(kind: type[Kind], body: object, served: str) -> Kind:
-    """A request of this kind.
+    """Parse a request of this kind.
 
     Raises:
         ApiError: A field is missing, wrong or not served; another model is asked for.
@@ -184,7 +184,7 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         if not found[0]["loc"]:
             raise ApiError(400, f"the name of a field is no text: {found[0]['msg']}.", None, "invalid_value") from None
-        # Of a union each form complains; the field is what all have in common.
+        # For a union every form reports errors; the field is their common part.
         name = str(found[0]["loc"][0])
         where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
         raise ApiError(400, f"{where}: {found[0]['msg']}.", name, "invalid_value") from None
@@ -204,7 +204,7 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> Asked:
-    """What a request asks of the scheduler.
+    """Convert a request for the scheduler.
 
     Args:
         text: Tokenizer and chat format.
@@ -253,14 +253,14 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
 
 
 def _calls(request: Chat, text: Text) -> ToolCalls:
-    """Separates calls from content; without tools nothing is a call."""
+    """Separates calls from content; without tools there are no calls."""
     if not request.tools or request.tool_choice == "none" or not text.chat:
         return ToolCalls(None)
     return ToolCalls(form_of(text.chat.templates), request.tools)
 
 
 def _marks(calls: ToolCalls, text: Text) -> Mapping[int, str]:
-    """Tokens around calls, and their texts: some are special, which an answer's text has not."""
+    """Tokens around calls, and their texts; special ones are not in an answer's text."""
     words = () if calls.form is None else calls.form.words
     return {token: word for word in words if (token := text.tokenizer.token_to_id(word)) is not None}
 
@@ -296,7 +296,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Reply:
-    """The objects that answer one request."""
+    """The JSON objects of an answer."""
 
     def __init__(self, request: Asked, model: str) -> None:
         self.request = request
@@ -314,7 +314,7 @@ class Reply:
         said: dict[str, Any] = {"text": text}
         if self.request.chat:
             found = self._split(text, True)
-            content = None if "tool_calls" in found else ""  # as OpenAI has it
+            content = None if "tool_calls" in found else ""  # as in OpenAI's API
             said = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": self._finished(said.get("message", {}), ended)}
         return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
@@ -331,18 +331,18 @@ class Reply:
         return self._of(said, self._finished(said, ended) if ended else None)
 
     def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
-        """Chunks behind all text."""
+        """Chunks after all text."""
         usage = self.usage(tokens, cached)
         return [{**self._chunk, "choices": [], "usage": usage}] if self.request.include_usage else []
 
     def usage(self, tokens: int, cached: int = 0) -> dict[str, Any]:
-        """Tokens of prompt, those of it that were `cached`, and of the answer."""
+        """Tokens of the prompt, of its `cached` part, and of the answer."""
         prompt = len(self.request.prompt)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _split(self, text: str, ended: bool) -> dict[str, Any]:
-        """Reasoning, content and calls of tools that are certain with `text`, where there are some."""
+        """Reasoning, content and tool calls that are certain after `text`."""
         parts = [self.request.reasoning.push(text), *([self.request.reasoning.end()] if ended else [])]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
         content, calls = self.request.calls.push(content), list[dict[str, Any]]()
@@ -363,15 +363,15 @@ class Reply:
 
 
 def line(value: object) -> str:
-    """An event of a streamed answer."""
+    """One event of a streamed answer."""
     return f"data: {json.dumps(value)}\n\n"
 
 
 async def to_the_end(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """The events of another's streamed answer; where they break off, the last one is an error, for which clients look."""
+    """The events of another's stream; if it breaks off, the last event is an error, which clients look for."""
     try:
         async for event in events:
             yield event
-    except Exception as error:  # the status is sent already
+    except Exception as error:  # the status is already sent
         traceback.print_exception(error)
         yield line(ApiError(503, "the answer broke off: what computed it failed. Ask again.").to_dict())

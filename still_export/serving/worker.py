@@ -10,14 +10,14 @@ from still_export.package.refusals import CheckError
 from still_export.serving.scheduler import Request, Scheduler
 
 CHECK_S = 1.0
-"""Time between two looks at the files that the model reads."""
+"""Seconds between checks of the model's files."""
 
 PAUSE_S = 1.0
 """Longest sleep without requests; a new one ends it."""
 
 
 class Worker:
-    """Steps a scheduler in a thread of its own, which also opens the model: a CUDA context belongs to the thread that made it.
+    """Steps a scheduler in a thread, which also opens the model, because a CUDA context belongs to its thread.
 
     Raises:
         Exception: What `open_scheduler` raised.
@@ -61,7 +61,7 @@ class Worker:
         self._wake.set()
 
     def stop(self) -> None:
-        """Refuse new requests; the thread ends when the running ones have."""
+        """Refuse new requests; the thread ends after the running ones."""
         self.scheduler.stop()
         self._ending = True
         self._wake.set()
@@ -72,7 +72,7 @@ class Worker:
     def _run(self) -> None:
         try:
             scheduler = self._scheduler = self._open()
-        except BaseException as error:  # raised again where the worker was made
+        except BaseException as error:  # raised again in the caller of the constructor
             self._error = error
             return
         finally:
@@ -87,7 +87,7 @@ class Worker:
                     self.failure = error
                     scheduler.give_up(error)
                     return
-            self._wake.clear()  # before the step, which sees what was submitted until then
+            self._wake.clear()  # before the step, which sees requests submitted until then
             self._moved = time.monotonic()
             if not scheduler.step():
                 if self._ending:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 OP = "vllm::still_paged"
-"""The op around a layer's kernels: compiled graphs end before it and begin after it, as at vLLM's own attention."""
+"""The op around a layer's kernels. Compiled graphs are split at it, as at vLLM's own attention."""
 
 
 def register() -> None:
-    """Register with vLLM the families, their configuration, and the layers with states of their own. Called in each of its processes."""
+    """Register families, their configuration, and stateful layers with vLLM; called in each of its processes."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -1,4 +1,4 @@
-"""A family's attention in vLLM: its projections in vLLM's parallel layers, its mixing in our kernels or in vLLM's own attention."""
+"""A family's attention in vLLM: projections in vLLM's parallel layers, mixing in our kernels or in vLLM's attention."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ from still_kernels.packing import Packing, PagedStates
 
 
 class ServedAttention(nn.Module):
-    """The attention of one layer; its parameters have the names of a STILL folder's.
+    """The attention of one layer, with the parameter names of a STILL folder.
 
     Args:
         like: The module that transformers has there, which says what there is: biases, norms of queries and keys, positions.
@@ -127,7 +127,7 @@ class ServedAttention(nn.Module):
         self.attn = PagedMixer(layer, self, config, f"{prefix}.attn")
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Of tokens [tokens, channels] at `positions` [tokens]."""
+        """Attention of tokens [tokens, channels] at `positions` [tokens]."""
         dim = self.head_dim
         qkv, _ = self.qkv_proj(hidden_states)
         parts = qkv.split([self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=-1)
@@ -143,14 +143,14 @@ class ServedAttention(nn.Module):
             if query.dtype == hidden_states.dtype:
                 turned = self.rotary_emb(positions, *(x.reshape(len(x), -1) for x in (query, key)))
                 return turned[0].view(query.shape), turned[1].view(key.shape)
-            # Of another type the engine would convert the whole table, tokens of the context and all.
+            # Another type would make the engine convert the whole table in every call.
             cos, sin = self.rotary_emb.cos_sin_cache[positions].chunk(2, dim=-1)
             both = [torch.cat((x, x), -1)[:, None] for x in (cos, sin)]
             return rotate(query, *both), rotate(key, *both)
 
         if self.layer is None:
             query, key = turn(query, key)
-            key, value = rounded(key, self.cache), rounded(value, self.cache)  # which vLLM keeps as numbers
+            key, value = rounded(key, self.cache), rounded(value, self.cache)  # vLLM keeps them as numbers
             mixed = self.attn(*(x.reshape(len(x), -1) for x in (query, key, value)))
         else:
             assert isinstance(self.attn, PagedMixer)
@@ -167,7 +167,7 @@ class ServedAttention(nn.Module):
         return result
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
-        """What the layer's further projection `name` makes of hidden states."""
+        """The layer's extra projection `name` of hidden states."""
         module = self.get_submodule(name)
         for part in module if isinstance(module, nn.ModuleList) else [module]:
             hidden = part(hidden)[0]
@@ -175,7 +175,7 @@ class ServedAttention(nn.Module):
 
 
 def load_heads(parameter: Tensor, loaded: Tensor) -> None:
-    """This rank's heads of a weight with one matrix a head, or the one that all share."""
+    """Load this rank's heads of a weight with one matrix a head, or the shared one."""
     share = parameter.shape[0]
     if loaded.shape[0] != share:
         loaded = loaded.narrow(0, get_tensor_model_parallel_rank() * share, share)
@@ -184,7 +184,7 @@ def load_heads(parameter: Tensor, loaded: Tensor) -> None:
 
 
 class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no types here
-    """Kernels on pages that vLLM hands out.
+    """Kernels on pages that vLLM allocates.
 
     Args:
         weights: The module that holds the layer's weights by head.
@@ -217,8 +217,8 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         cache, spec = vllm_config.cache_config, super().get_kv_cache_spec(vllm_config)
         if not cache.enable_prefix_caching:
             return StatesSpec.of(spec, self.pages)
-        # Prefixes end where blocks of full attention do. The scheduler is to hash them as in mode "align"; the runner, which reads another
-        # place, here and in its own process, must not copy states as if each lay in one block.
+        # Prefixes end at blocks of full attention. The scheduler must hash them as in mode "align"; the runner, which reads another
+        # setting, here and in its own process, must not copy states as if each were in one block.
         cache.mamba_cache_mode = "none"
         size = cache.block_size
         every = -(-vllm_config.model_config.hf_config.prefix_tokens // size) * size
@@ -229,12 +229,12 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         return MambaAttentionBackendEnum.CUSTOM
 
     def forward(self, inputs: dict[str, Tensor], output: Tensor) -> Tensor:
-        """`output` [tokens, H, D], zeros, of what the layer's `inputs` made; tokens that fill a graph up stay zeros."""
+        """Fill `output` [tokens, H, D] (zeros) from the layer's `inputs`; tokens that pad a graph stay zeros."""
         torch.ops.vllm.still_paged([inputs[name] for name in self.layer.names], output, self.prefix)
         return output
 
     def run(self, inputs: list[Tensor], output: Tensor) -> None:
-        """The step's calls; while vLLM measures its memory, a rehearsal."""
+        """Run the step's calls, or a rehearsal while vLLM measures its memory."""
         heads = dict(zip(self.layer.names, inputs, strict=True))
         metadata = get_forward_context().attn_metadata
         if metadata is None:
@@ -246,8 +246,10 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
             self.layer.attend(heads, self.weights, PagedStates(self.kv_cache[0], length, packing), output)
 
     def rehearse(self, heads: dict[str, Tensor], tokens: int, output: Tensor) -> None:
-        """A prompt of `tokens`, a step of one row and one of all, on pages of its own: kernels are compiled before requests come, and what
-        they need beside the pages is in the peak that vLLM finds."""
+        """Run a prompt of `tokens`, a step of one row and one of all rows on own pages.
+
+        So kernels are compiled before requests arrive, and their memory is in the peak that vLLM measures.
+        """
         self.rehearsed = tokens
         pages, device = self.pages, output.device
         memory = torch.zeros(pages.columns, pages.size_bytes, dtype=torch.int8, device=device)

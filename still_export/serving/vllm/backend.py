@@ -1,4 +1,4 @@
-"""The metadata of a step of vLLM for layers with states of their own: positions of tokens, pages of each request."""
+"""Metadata of a vLLM step for stateful layers: token positions, and pages of each request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from still_kernels.packing import Packing
 
 
 class PagedBackend(AttentionBackend):
-    """States in pages."""
+    """vLLM's attention backend for states in pages."""
 
     @staticmethod
     def get_name() -> str:
@@ -42,13 +42,13 @@ class PagedBackend(AttentionBackend):
 
 @dataclass
 class PagedMetadata:
-    """The calls of a step: rows that bring one token, and prompts in parts of like lengths, each with the tokens its rows have seen."""
+    """The calls of a step: rows with one new token, and prompts in groups of similar length, with the tokens each row has seen."""
 
     calls: list[tuple[Packing, Tensor]]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Reads nothing back from the device. What CUDA graphs of single tokens see has fixed addresses."""
+    """Builds metadata without reading from the device. Buffers that CUDA graphs of single tokens read have fixed addresses."""
 
     reorder_batch_threshold = 1
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -65,12 +65,12 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """The calls of a step; rows with one token come first in the batch."""
+        """The calls of a step; rows with one token are first in the batch."""
         m = common_attn_metadata
         count = m.num_reqs
         start = m.query_start_loc[: count + 1]
         tables, lengths = self.tables[:count], self.lengths[:count]
-        # Rows that fill a graph up have no pages.
+        # Rows that pad a graph have no pages.
         torch.clamp(m.block_table_tensor[:count, : self.pages.columns], min=0, out=tables)
         lengths.copy_(m.seq_lens[:count] - start.diff())
         single = split_decodes_and_prefills(m, decode_threshold=1)[0]

@@ -1,6 +1,6 @@
-"""How many blocks of its memory vLLM gives to a request's states: those of fixed size at once, the others as it grows.
+"""The number of vLLM memory blocks for a request's states: fixed-size states at once, growing ones as it grows.
 
-vLLM counts blocks of all kinds of layers alike, so full attention has its own beside them.
+vLLM counts blocks of all kinds of layers alike, so full attention has its own besides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from still_export.mixers.paged import Pages
 from still_export.serving.vllm.prefixes import Prefixes
 
 SPARE = 4
-"""Copies of a prefix's states that must have room before one is made: nobody is thrown out for it."""
+"""Copies of a prefix's states that must have room before one is made, so that no request is preempted for it."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM has no types here
 
     @classmethod
     def of(cls, spec: MambaSpec, pages: Pages, **more: Any) -> StatesSpec:
-        """What vLLM would say of a layer with states, and its pages."""
+        """The spec for a layer with states, with its pages."""
         return cls(**{**{field.name: getattr(spec, field.name) for field in fields(spec)}, **more}, pages=pages)
 
     def blocks(self, tokens: int) -> int:
-        """Of a request of `tokens` tokens."""
+        """Blocks of a request with `tokens` tokens."""
         assert self.pages is not None
         return self.pages.after(tokens)
 
@@ -48,28 +48,27 @@ class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM has no types here
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         assert self.pages is not None
-        return max(
-            self.pages.columns, -(-max_len // self.block_size)
-        )  # vLLM looks up a block for each token, whoever needs it
+        return max(self.pages.columns, -(-max_len // self.block_size))  # vLLM looks up a block for each token
 
 
 class StatesManager(MambaManager):  # type: ignore[misc]
-    """Hands out as many blocks as the spec says, where vLLM's own count one for so many tokens; and where prefixes are cached, keeps their
-    states and gives them to who begins alike."""
+    """Allocates as many blocks as the spec says, where vLLM's own manager counts one for a number of tokens. With prefix caching, it also
+    keeps
+    states of prefixes and gives them to requests that begin alike."""
 
     def __init__(self, kv_cache_spec: StatesSpec, block_pool: Any, **named: Any) -> None:
         super().__init__(kv_cache_spec, block_pool, **named)
         self.prefixes = Prefixes.of(block_pool)
         assert kv_cache_spec.pages is not None
         self.pages = kv_cache_spec.pages
-        self.seen: dict[str, int] = {}  # tokens that a request has after the last step that it was scheduled in
+        self.seen: dict[str, int] = {}  # tokens of a request after the last step in which it was scheduled
         self.ends: dict[
             str, tuple[int, Any]
-        ] = {}  # who ended that step where a prefix may be kept: its tokens and hash
-        self.granted: set[str] = set()  # of these, for whose copy there is room
-        self.shared: dict[str, Sequence[int]] = {}  # who begins with a kept prefix: the columns that it has to copy
+        ] = {}  # requests whose step ended at a possible prefix: its tokens and hash
+        self.granted: set[str] = set()  # those of them whose copy has room
+        self.shared: dict[str, Sequence[int]] = {}  # requests that begin with a cached prefix: the columns to copy
 
-    # What a request needs.
+    # Blocks that a request needs.
 
     def get_num_blocks_to_allocate(
         self,
@@ -85,7 +84,7 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         if found and found[0].block_hash in self.cached_blocks_this_step:
             return (
                 int(pool.num_gpu_blocks) + 1
-            )  # more than there are: its states are copied in this very step, so in the next one
+            )  # more than available: states are copied in this step, so wait for the next
         held = len(self.req_to_blocks.get(request_id, ()))
         needed = max(0, self.kv_cache_spec.blocks(num_tokens) - held - len(found))
         if found:
@@ -107,7 +106,7 @@ class StatesManager(MambaManager):  # type: ignore[misc]
             self.block_pool.touch(new_computed_blocks)
             blocks.extend(new_computed_blocks)
             self.shared[request_id] = self.pages.changing(num_local_computed_tokens)
-        self.num_cached_block[request_id] = 0  # by which vLLM knows who runs
+        self.num_cached_block[request_id] = 0  # by which vLLM knows the running requests
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *rest: Any, **named: Any) -> list[Any]:
         pool, blocks, given = self.block_pool, self.req_to_blocks[request_id], []
@@ -128,15 +127,15 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         self.seen[request_id] = num_tokens
         return given
 
-    # Prefixes.
+    # Prefix caching.
 
     def _keep(self, blocks: Sequence[Any], tokens: int, end: Any) -> None:
-        """Copy what the request is about to change; vLLM does it before the step, with all copies of the step at once."""
+        """Copy the blocks that the request will change; vLLM does all copies of a step at once before it."""
         kept = list(blocks[: self.kv_cache_spec.blocks(tokens)])
         for column in self.pages.changing(tokens):
             (copy,) = self.block_pool.get_new_blocks(1)
             self._pending_cow_copies.append((kept[column], copy))
-            kept[column].ref_cnt += 1  # given up after the copy, as is the copy itself
+            kept[column].ref_cnt += 1  # freed after the copy, like the copy itself
             kept[column] = copy
         for block in kept:
             if block.block_hash is None:
@@ -187,8 +186,8 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         return super().pop_blocks_for_free(request_id)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return 0  # of no token the blocks can be given back, as vLLM's own would: they are not in the order of tokens
+        return 0  # blocks are freed in no order of tokens, as they have none
 
 
-KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # vLLM registers its own specs here, but not behind another's
+KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # vLLM registers its own specs here, but not subclasses
 KVCacheSpecRegistry.register(StatesSpec, StatesManager)

@@ -1,4 +1,4 @@
-"""What a STILL model asks of vLLM's configuration, and what it refuses at the start, each in one sentence. No vLLM at import."""
+"""What STILL models require of vLLM's configuration, and what they refuse at startup, one sentence each. No vLLM at import."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from still_export.models.build import family_of
 from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
 PAGES_SHARE = 0.9
-"""Of what a GPU has beside the weights; the rest is for activations and CUDA graphs."""
+"""Share of a GPU's memory besides weights for pages; the rest is for activations and CUDA graphs."""
 LEAST_CAPABILITY = 80
-"""Compute capability of the oldest GPU that the kernels are compiled for."""
+"""Compute capability of the oldest GPU with kernels."""
 
 EXPERTS = ("qwen3_moe",)
-"""Families with experts of which vLLM's own model takes our attention."""
+"""Families with experts whose vLLM model can use our attention."""
 
 
 class ServedConfig:
-    """vLLM's hooks, called before a model is made; by architecture in its MODELS_CONFIG_MAP."""
+    """vLLM's hooks, called before a model is created; by architecture in its MODELS_CONFIG_MAP."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Bound the context by the capacity of the states, and say which layers have states.
+        """Limit the context to the capacity of the states, and declare which layers have states.
 
         Raises:
             ConfigError: --max-model-len exceeds the capacity.
@@ -41,14 +41,14 @@ class ServedConfig:
                 f"model_type={family}: of models with experts this plugin serves {', '.join(EXPERTS)}. Export it with --to onnx."
             )
         layers = paged_layers(config)
-        # Where vLLM counts layers by kind it looks here.
+        # vLLM counts layers by kind here.
         config.layers_block_type = ["attention" if layer is None else "mamba" for layer in layers]
         asked = model_config.original_max_model_len
         model_config.max_model_len = context_length(config, model_config.max_model_len, asked not in (None, -1))
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what states cannot follow, switch prefix caching off, and bound how many requests run on a GPU.
+        """Refuse unsupported settings, disable prefix caching, and limit concurrent requests on a GPU.
 
         Raises:
             ConfigError, UnsupportedError, UnsupportedModelError: One sentence each.
@@ -62,10 +62,10 @@ class ServedConfig:
             )
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_block_size is not None:
-            vllm_config.model_config.hf_config.prefix_tokens = cache.mamba_block_size  # where vLLM does not choose anew
+            vllm_config.model_config.hf_config.prefix_tokens = cache.mamba_block_size  # where vLLM keeps the choice
             vllm_config.scheduler_config.scheduler_cls = f"{__package__}.scheduler.prefix_scheduler"
         elif cache.enable_prefix_caching:
-            # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
+            # vLLM's default for stateful models; whether the user set it is not visible here.
             _log().warning(
                 "prefix caching is switched off: kept states need much memory. --mamba-block-size 2048, beside --enable-prefix-caching, "
                 "keeps those after every 2,048 tokens; --no-enable-prefix-caching leaves out this line."
@@ -86,7 +86,7 @@ class ServedConfig:
 
 
 def bound_requests(vllm_config: Any, device_bytes: int) -> None:
-    """Lower --max-num-seqs to the requests whose first pages a GPU can hold, and say so in the log.
+    """Lower --max-num-seqs to the number of requests whose first pages fit on a GPU, and log it.
 
     More never run at the same time; and vLLM, to measure its CUDA graphs, takes a page for each request that is allowed before it knows
     how much memory is left.
@@ -118,7 +118,7 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
 
 
 def weight_bytes(model_config: Any) -> int:
-    """Bytes of a model's weights: of a quantized checkpoint its files, of one that vLLM quantizes a byte each, at most."""
+    """Bytes of a model's weights: of a quantized checkpoint's files; at most a byte each if vLLM quantizes them."""
     config = model_config.hf_config
     with torch.device("meta"):
         count = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
@@ -130,7 +130,7 @@ def weight_bytes(model_config: Any) -> int:
 
 
 def context_length(config: Any, tokens: int, asked: bool) -> int:
-    """Tokens of a request at most: `tokens`, where nobody `asked` for them as far as the capacity goes.
+    """Most tokens of a request: `tokens`, or without `asked` at most the capacity.
 
     Raises:
         ConfigError: Somebody asked for more than the capacity.
@@ -148,7 +148,7 @@ def context_length(config: Any, tokens: int, asked: bool) -> int:
 
 
 def check_device(config: Any, dtype: torch.dtype, device: str, capability: int | None, ranks: int) -> None:
-    """Raise UnsupportedError where a device has no kernels, UnsupportedModelError where they do not cover a layer.
+    """Raise UnsupportedError if a device has no kernels, UnsupportedModelError if they do not cover a layer.
 
     Args:
         device: "cpu", "cuda" or another of vLLM's.
@@ -171,7 +171,7 @@ def check_device(config: Any, dtype: torch.dtype, device: str, capability: int |
 
 
 def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
-    """Let projections of attention be quantized where vLLM had to find out by itself what is.
+    """Let attention's projections be quantized where vLLM detects quantized modules itself.
 
     Of an AWQ checkpoint that does not say what it left alone, vLLM takes each module with a plain weight for such a one, and whatever has
     its name in its own. Attention has weights by head beside its projections.
@@ -185,7 +185,7 @@ def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
 
 
 def keep_experts(quantization: Any) -> None:
-    """Let experts in stacks stay what they are: tools that quantize linear layers leave them alone, and need not say so.
+    """Leave stacked experts unquantized: tools that quantize linear layers skip them without declaring it.
 
     Args:
         quantization: vLLM's, which then has no method for them.
@@ -197,5 +197,5 @@ def keep_experts(quantization: Any) -> None:
 def _log() -> logging.Logger:
     from vllm.logger import init_logger
 
-    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
+    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's logger, to use its handler
     return logger

@@ -1,4 +1,4 @@
-"""vLLM under a load of requests, in a process of its own, which reads a job and writes what came of it."""
+"""vLLM under a load of requests, in its own process, which reads a job file and writes results."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from still_export.proof.served import Load, Request, Served
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are counted, and requests come between two of them
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are counted, and requests arrive between steps
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Defaults of the process's environment."""
+"""Default environment variables of the process."""
 CPU_MEMORY = 0.3
-"""The part of a machine's memory that must be free for vLLM on a CPU, beside other work."""
+"""Share of a machine's memory that must be free for vLLM on a CPU."""
 
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """vLLM with a STILL folder, started anew for each load.
+    """vLLM with a STILL folder, restarted for each load.
 
     Args:
         ranks: Devices that share each layer.
@@ -45,7 +45,7 @@ class VllmEngine:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self, load: Load, requests: Sequence[Request]) -> Served:
-        """All answers.
+        """Answer all requests.
 
         Raises:
             UnsupportedError: vLLM is not installed, or refuses the model; with its last words.
@@ -73,14 +73,14 @@ class VllmEngine:
 
 
 def _last_words(text: str) -> str:
-    """The last line that names an error, or the last one."""
+    """The last line with an error, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
     return (named or lines or ["it said nothing."])[-1]
 
 
 def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
-    """Call it in a process of its own, where vLLM is imported already and nothing is on a device; the process's exit code.
+    """Run `call` in a process where vLLM is imported and no device is initialised; returns its exit code.
 
     Imports take 10 to 30 s: `preload` makes them in the first call's process, which the others are forked from.
 
@@ -96,7 +96,7 @@ def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
 
 
 def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], given: Sequence[Any]) -> None:
-    """The process begins: with the caller's environment of this moment, and a file to speak to."""
+    """Start of the process: set the caller's environment, and log to a file."""
     os.environ.clear()
     os.environ.update(environment)
     with log.open("wb") as file:
@@ -114,7 +114,7 @@ def _answer(asked: Path, answered: Path) -> None:
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
-    """vLLM with a model, set up for a load."""
+    """A vLLM engine set up for a load."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -136,7 +136,7 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
 
 
 def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
-    """Blocks that hold what all rows have from their first token on, and one row that grows to the end of the context, so many times."""
+    """Blocks for all rows' first tokens and one row that grows to the full context, times the load's factor."""
     import torch
     from transformers import AutoConfig
 
@@ -160,7 +160,7 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
 
 
 def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> dict[str, Any]:
-    """Feed requests as they come; their answers in order, how many times one was thrown out, and the tokens whose states were kept."""
+    """Feed requests as they arrive. Returns answers in order, number of preemptions, and tokens from the prefix cache."""
     from vllm import SamplingParams
 
     waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrives"])

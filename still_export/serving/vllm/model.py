@@ -1,4 +1,4 @@
-"""STILL families in vLLM: its own models, of the llama kind and of those with experts, with our attention in their layers."""
+"""STILL families in vLLM: its own llama-like and expert models with our attention in their layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from still_export.serving.vllm.pages import common_pages, linear_state
 
 
 class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
-    """What vLLM asks of a model with states, all layers hybrid or some softmax."""
+    """What vLLM requires of a stateful model, with all or some layers hybrid."""
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
@@ -37,7 +37,7 @@ class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no
 
 
 def attention_of(vllm_config: Any) -> Any:
-    """What makes a layer's attention; what a layer has is read from transformers' model of the family."""
+    """A function that makes a layer's attention; what a layer has is read from transformers' model of the family."""
     config = vllm_config.model_config.hf_config
     find_quantized(vllm_config.quant_config, getattr(config, "quantization_config", None))
     with torch.device("meta"):
@@ -46,7 +46,7 @@ def attention_of(vllm_config: Any) -> Any:
 
 
 class StillForCausalLM(LlamaForCausalLM, StatesMixin):  # type: ignore[misc]
-    """A model of the llama kind."""
+    """A llama-like model."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         layer = partial(LlamaDecoderLayer, attn_layer_type=attention_of(vllm_config))
@@ -54,9 +54,9 @@ class StillForCausalLM(LlamaForCausalLM, StatesMixin):  # type: ignore[misc]
 
 
 class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # type: ignore[misc]
-    """A model with Qwen3's experts, which vLLM's fused_moe multiplies."""
+    """A model with Qwen3's experts, computed by vLLM's fused_moe."""
 
-    # Of layers without experts beside them; vLLM adds these after it has told the quantization.
+    # For layers without experts; vLLM adds these after it has configured quantization.
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         **qwen3_moe.Qwen3MoeForCausalLM.packed_modules_mapping,
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -78,7 +78,7 @@ class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # ty
 
 @contextmanager
 def _layers_with(attention: Any) -> Iterator[None]:
-    """Within it Qwen3's layers are made with another attention, of which vLLM, unlike Llama's, does not let them be told."""
+    """Inside the block, Qwen3's layers are created with another attention, which vLLM only allows for Llama's."""
     own = qwen3_moe.Qwen3MoeAttention
     qwen3_moe.Qwen3MoeAttention = attention
     try:

@@ -1,4 +1,4 @@
-"""A model's layers with states in pages of vLLM's memory. No vLLM."""
+"""A model's stateful layers in pages of vLLM's memory. No vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINEAR_STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer | None]:
-    """Each layer of a model with the STILL family configuration `config` on one of `ranks`; None where vLLM's own attention computes it.
+    """Each layer of the model `config` on one of `ranks`; None if vLLM's own attention computes it.
 
     Raises:
         UnsupportedModelError: All are softmax, one is not served so, or one's pages cannot hold keys and values in 8 bits, as they should.
@@ -34,7 +34,7 @@ def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer 
 
 
 def linear_state(cache: Any) -> torch.dtype:
-    """What vLLM's CacheConfig has the linear states kept in: --mamba-ssm-cache-dtype, which is by default --mamba-cache-dtype.
+    """Type of linear states in vLLM's CacheConfig: --mamba-ssm-cache-dtype, by default --mamba-cache-dtype.
 
     Raises:
         ConfigError: A type that sums are not kept in.
@@ -51,7 +51,7 @@ def linear_state(cache: Any) -> torch.dtype:
 def common_pages(
     config: Any, tokens: int, dtype: torch.dtype, ranks: int = 1, linear: torch.dtype = torch.float32
 ) -> Pages:
-    """The pages of every layer that has some, for requests of at most `tokens` tokens; the engine knows one size.
+    """The pages of each stateful layer, for requests of at most `tokens` tokens; the engine supports one size.
 
     Args:
         linear: See `linear_state`.

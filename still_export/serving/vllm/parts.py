@@ -1,16 +1,16 @@
-"""How prompts of different lengths are put together for kernels whose workspace is sized by the longest. No vLLM."""
+"""Group prompts of different lengths for kernels whose workspace depends on the longest. No vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 ROOM_TOKENS = 8192
-"""Tokens, padding counted, of one call: 0.3 GiB of workspace at the sizes of Llama-3.1-8B, however lengths are mixed."""
+"""Most tokens of a call, including padding: 0.3 GiB of workspace for Llama-3.1-8B's sizes, for any mix of lengths."""
 LEAST_TOKENS = 16
 
 
 def ranges_of(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [first, last) of rows that one call takes: as many, one after the other, as keep rows times the longest within ROOM_TOKENS."""
+    """Ranges [first, last) of rows for one call each: rows times the longest stays within ROOM_TOKENS."""
     first = longest = 0
     for i, count in enumerate(counts):
         most = max(longest, count)
@@ -23,5 +23,5 @@ def ranges_of(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def rounded_up(tokens: int) -> int:
-    """The next power of two: kinds of calls are few, and what is laid out for one is used again."""
+    """The next power of two, so that there are few kinds of calls, whose layouts are reused."""
     return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())

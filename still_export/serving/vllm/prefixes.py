@@ -1,8 +1,8 @@
-"""States at the ends of prefixes, kept in blocks of vLLM's memory until it needs them for something else. No vLLM.
+"""States at the ends of prefixes, cached in vLLM's memory blocks until it needs them. No vLLM.
 
-A prefix is known by vLLM's hash of all its tokens. Its states lie in blocks that nobody writes to any more: copies of those that its
-request goes on changing, and the others themselves, which later requests share. Each of these blocks bears a key that no other block ever
-had; vLLM takes the key away when it gives the block to somebody else. So a prefix is there while all its blocks bear theirs.
+A prefix is identified by vLLM's hash of all its tokens. A cached prefix owns read-only blocks. Blocks that the request still writes are
+copied; finished blocks are shared. Each block has a unique key, which vLLM removes when it gives the block away. So a prefix is valid
+while all its blocks have their keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _prefixes: WeakKeyDictionary[Any, Prefixes] = WeakKeyDictionary()
 
 
 class Prefixes:
-    """What is kept in the blocks of one pool."""
+    """Cached prefixes in the blocks of one pool."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[Any, int], list[tuple[Any, Any]]] = {}
@@ -25,11 +25,11 @@ class Prefixes:
 
     @staticmethod
     def of(pool: Any) -> Prefixes:
-        """Those of a BlockPool; its users have nothing else in common."""
+        """The Prefixes of a BlockPool, which all its users share."""
         return _prefixes.setdefault(pool, Prefixes())
 
     def find(self, end: Any, group: int) -> list[Any]:
-        """The blocks of a prefix, in the order of a request's table; none where one is lost.
+        """The blocks of a prefix, in the order of a request's table; empty if one is lost.
 
         Args:
             end: vLLM's hash of all its tokens.
@@ -43,11 +43,11 @@ class Prefixes:
 
     @staticmethod
     def new_key() -> bytes:
-        """A key for a block, which no other has or had."""
+        """A new unique key for a block."""
         return b"still" + next(_serial).to_bytes(8, "big")
 
     def keep(self, end: Any, group: int, blocks: Sequence[Any]) -> None:
-        """Remember `blocks`, each of which bears its key."""
+        """Remember `blocks`, each of which has its key."""
         if len(self.kept) >= self.sweep_at:
             for one in list(self.kept):
                 self.find(*one)

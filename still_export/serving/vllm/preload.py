@@ -1,4 +1,4 @@
-"""What every process of an engine imports, once for all: of the process alone that these are forked from (`engine.in_process`)."""
+"""Imports shared by all processes of an engine; only for the process that they are forked from (`engine.in_process`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, whose steps end where states of prefixes may be kept."""
+"""vLLM's schedulers with steps that end where prefixes may be cached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class _AtEnds:
-    """Prompts are read in pieces that end there too."""
+    """Splits prompts at those ends, too."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -29,14 +29,14 @@ class _AtEnds:
 
 
 class PrefixScheduler(_AtEnds, Scheduler):  # type: ignore[misc]  # vLLM has no types here
-    """Of one step after the other."""
+    """For synchronous steps."""
 
 
 class AsyncPrefixScheduler(_AtEnds, AsyncScheduler):  # type: ignore[misc]
-    """Of steps that are planned while the one before runs."""
+    """For steps planned while the previous one runs."""
 
 
 def prefix_scheduler(vllm_config: Any, **named: Any) -> Scheduler:
-    """The one that vLLM would take; which, it decides after it has asked for the class."""
+    """The scheduler that vLLM would use; vLLM decides after it has asked for the class."""
     chosen = AsyncPrefixScheduler if vllm_config.scheduler_config.async_scheduling else PrefixScheduler
     return chosen(vllm_config=vllm_config, **named)
