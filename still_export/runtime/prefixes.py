@@ -213,7 +213,7 @@ class PrefixCache:
 
 
 class Reader:
-    """A model of one sequence that reads nothing twice which it has in its state, or which a cache knows.
+    """Feeds prompts to a model of one sequence, reusing its state and the cache.
 
     Args:
         model: Of a batch of one.
@@ -225,10 +225,10 @@ class Reader:
         self.model, self.cache, self.prefix = model, cache, prefix
         self._beginning = list(prefix.key()) if prefix else []
         self._base = model.feeding.given(prefix.length) if prefix else 0
-        self._has: list[int] = []  # what the model has read behind the prefix, where that is known
+        self._has: list[int] = []  # tokens after the prefix, if known
 
     def restart(self, more: int = 0) -> None:
-        """Put the model behind the prefix, with room for so many tokens."""
+        """Set the model to the prefix, with room for `more` tokens."""
         if self.prefix is None:
             self.model.start()
         else:
