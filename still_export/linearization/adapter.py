@@ -33,18 +33,18 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 
 FACTORS = ".window_factor_exponent"
 UNTRAINED_FACTOR = 10_000.0
-"""Of layers whose feature maps nothing trains: untrained linear terms do harm, so they weigh almost nothing, as in the recipe quick."""
+"""Window factor of layers whose feature maps are not trained: untrained linear terms do harm, so they count almost nothing, as in recipe
+quick."""
 
 
 def own_marks(model: nn.Module) -> tuple[str, ...]:
-    """What the names of parameters hold that a base does not have: feature maps, gates, scales."""
+    """Substrings of the names of parameters that a base does not have: feature maps, gates, scales."""
     modules = (m for m in model.modules() if isinstance(m, ProjectedAttention))
     return tuple(sorted({f".{start}" for module in modules for start in module.fresh}))
 
 
 def still_parameters(model: nn.Module, gate_weights: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that a base does not have (of STILL's gates without `gate_weights` the biases only) and window factors that are
-    learned."""
+    """Parameters that a base does not have (without `gate_weights` only the biases of STILL's gates), and learned window factors."""
     marks = (*own_marks(model), FACTORS)
     marks = marks if gate_weights else tuple(".g_proj.bias" if mark == ".g_proj." else mark for mark in marks)
     return [(n, p) for n, p in model.named_parameters() if "lora_" not in n and any(mark in n for mark in marks)]
@@ -68,18 +68,18 @@ def attach_lora(model: Any, recipe: Recipe) -> Any:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What a base does not have, and LoRA, of an objective's model, gathered from all processes, under the family's names."""
+    """The trained tensors of an objective's model (what a base lacks, and LoRA), gathered from all processes, by the family's names."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: dict[str, Any] = get_model_state_dict(module, options=options)
     tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
     marks = (*own_marks(module), "lora_", FACTORS)
     kept = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
-    # Gates of low rank keep their fresh weight, zero, and are LoRA's product alone.
+    # Low-rank gates keep their fresh weight, zero, and are only LoRA's product.
     return {n: t for n, t in kept.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
 
 
 def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: int, heads: int) -> StillConfig:
-    """Move learned window factors out of `tensors` into the configuration, where a model has them; layers without are 1."""
+    """Move learned window factors from `tensors` to the configuration; layers without one get 1."""
     found = {int(n.split(".layers.")[1].split(".")[0]): tensors.pop(n) for n in list(tensors) if n.endswith(FACTORS)}
     if not found:
         return still
@@ -142,7 +142,7 @@ def apply_adapter(base: str, folder: Path) -> Any:
 
 
 class Start:
-    """What a run goes on from: the tensors of an adapter for the hybrid layers, and the window factors it was saved with.
+    """An adapter that a run continues from: its tensors for hybrid layers, and its window factors.
 
     Args:
         recipe: Whose `start` is read.
@@ -177,11 +177,11 @@ class Start:
         }
 
     def new_layers(self, still: StillConfig, layers: int) -> list[int]:
-        """Layers of a model of so many that `still` linearizes and the adapter left softmax."""
+        """Layers that `still` linearizes and the adapter left softmax."""
         return [i for i in range(layers) if still.layer_type(i) != FULL and self.still.layer_type(i) == FULL]
 
     def window_factors(self, still: StillConfig, layers: int) -> tuple[tuple[float, ...], ...] | None:
-        """The adapter's, per layer and query head; those of new layers are the median of the others where their maps will be trained."""
+        """The adapter's factors per layer and query head; new layers with trained maps get the median of the others."""
         rows, new = self.still.window_factors, self.new_layers(still, layers)
         trained = [f for i, row in enumerate(rows or ()) if self.still.layer_type(i) != FULL for f in row]
         if rows is None or not trained:
@@ -190,11 +190,11 @@ class Start:
         return tuple((middle,) * len(row) if i in new else row for i, row in enumerate(rows))
 
     def still_tensors(self) -> dict[str, Tensor]:
-        """What a base does not have, under the names of a STILL model."""
+        """The adapter's tensors other than LoRA, by the names of a STILL model."""
         return {n: t for n, t in self.tensors.items() if "lora_" not in n}
 
     def load_lora(self, model: Any) -> None:
-        """Put the adapter's LoRA into a PEFT model.
+        """Copy the adapter's LoRA into a PEFT model.
 
         Raises:
             CheckpointError: A shape differs: it belongs to another base.
@@ -203,12 +203,12 @@ class Start:
 
 
 def load_lora(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Put the LoRA among `tensors`, which have the family's names, into a PEFT model; errors: see `load_tensors`."""
+    """Copy the LoRA among `tensors`, by the family's names, into a PEFT model; errors: see `load_tensors`."""
     load_tensors(model, {f"base_model.model.{n}": t for n, t in tensors.items() if "lora_" in n})
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put `tensors` into the parameters of the same names; the other parameters stay.
+    """Copy `tensors` into the parameters of the same names; other parameters stay.
 
     Raises:
         CheckpointError: A shape differs.

@@ -1,4 +1,4 @@
-"""What a linearization may cost, in words that a user writes: "loss 2%, state 40%, found 85%, time 15"."""
+"""Limits on the cost of a linearization, as users write them: "loss 2%, state 40%, found 85%, time 15"."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from still_export.errors import ConfigError, unknown
 
 ENTRY = re.compile(r"([a-z]+) (-?\d+(?:\.\d+)?)(%?)")
 RANGES = {"loss": (0.0, 1000.0), "state": (1.0, 100.0), "found": (0.0, 100.0), "time": (1.0, 100_000.0)}
-"""By key: least and greatest value; all but the minutes of `time` are percents."""
+"""Smallest and largest value by key; all are percents except `time`, in minutes."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a linearized model may cost beside its base.
+    """Limits on a linearized model compared with its base.
 
     Args:
         loss: Share by which bits per byte of held-out text may rise, at each context.
@@ -32,7 +32,7 @@ class Budget:
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """The budget in a text like "loss 2%, state 30%"; what it does not name is the default.
+        """Parse a text like "loss 2%, state 30%"; missing keys have defaults.
 
         Raises:
             ConfigError: A part is no key with its value, names a key twice or an unknown one, or is out of range.
@@ -57,7 +57,7 @@ class Budget:
         return cls(**values)
 
     def __str__(self) -> str:
-        """The text that `read` reads."""
+        """The budget in the format of `read`."""
         limited = [name for name in ("loss", "state", "found") if math.isfinite(getattr(self, name))]
         shares = (f"{name} {100 * getattr(self, name):.12g}%" for name in limited)
         return ", ".join([*shares, f"time {self.time:.12g}"])

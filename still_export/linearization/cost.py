@@ -1,4 +1,4 @@
-"""Cost of a linearization, printed before it starts: tokens, and the time of one row on this machine."""
+"""Print the cost of a linearization before it starts: tokens, and measured time of a row on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from still_export.linearization.run import LinearizationRun
 
 LEAST_STEPS = 20
-"""Of fewer the bar tells soon enough."""
+"""Runs of fewer steps are not measured: the progress bar shows their time soon enough."""
 
 
 def cost_of(run: LinearizationRun) -> str:
-    """A line about all stages of `run`; measured where one process has the whole model."""
+    """One line about all stages of `run`; measured if one process has the whole model."""
     recipe = run.recipe
     steps = {"attention transfer": recipe.transfer_steps, "LoRA": recipe.finetune_steps}
     area = recipe.batch_size * recipe.row_tokens
@@ -36,7 +36,7 @@ def cost_of(run: LinearizationRun) -> str:
 
 
 def step_seconds(run: LinearizationRun, stage: str) -> float:
-    """Time of a step, by forward and backward passes: of one row on the CPU, whose time grows with them, of a step on a GPU."""
+    """Seconds of a step, from forward and backward passes of one row (CPU, scaled by rows) or of a step (GPU)."""
     device = run.accelerator.device
     objective: nn.Module = run.transfer_objective() if stage == "attention transfer" else run.finetune_objective(None)
     objective.to(device)
@@ -61,7 +61,7 @@ def step_seconds(run: LinearizationRun, stage: str) -> float:
 
 
 def fit_seconds(run: LinearizationRun) -> float:
-    """Time of the start in closed form, from the base's pass over one row and the fit of one layer to one row and to two."""
+    """Seconds of the closed-form start, from the base's pass over one row and fits of one layer to one and two rows."""
     objective, (rows, length) = run.transfer_objective(), run.fit_shape
     objective.to(run.accelerator.device)
     batch, layers = run.batches(0.0).batch(0).ids.flatten(), objective.attentions

@@ -1,4 +1,4 @@
-"""Curves of a run while it runs: a CSV file always, TensorBoard's events where it is installed."""
+"""Training curves: always a CSV file, and TensorBoard events if it is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Curves:
     def add(
         self, step: int, loss: float, validation: float | None, rate: float, tokens_per_s: float, seconds: float
     ) -> None:
-        """One step: its loss, that of the held-out rows where it was measured, the learning rate, speed, and time since the start."""
+        """Record a step: loss, validation loss if measured, learning rate, speed, elapsed time."""
         values = (self.stage, step, loss, "" if validation is None else validation, rate, tokens_per_s, seconds)
         self._rows.writerow(dict(zip(COLUMNS, values, strict=True)))
         self._file.flush()

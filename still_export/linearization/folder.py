@@ -1,4 +1,4 @@
-"""The model that a linearization writes."""
+"""Write the model of a linearization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.package.staging import staged_folder
 
 
 def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
-    """Write the STILL model that `adapter_folder` makes of `base`; returns it.
+    """Write the STILL model of `base` and `adapter_folder`; returns it.
 
     Raises:
         ConfigError: `output` exists and `force` is not given, or its content is no linearized model.
@@ -28,7 +28,7 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
 
 
 def rehearse_save(model: Any, tokenizer: Any) -> None:
-    """Write all of `save_model` but the weights, and read it: what cannot be written is said before a training.
+    """Save everything of `save_model` except weights and read it back, to find errors before training.
 
     Raises:
         CheckpointError: The configuration, generation settings or tokenizer cannot be saved and read again.

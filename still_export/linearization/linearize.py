@@ -1,4 +1,4 @@
-"""Linearize a softmax model: attention transfer, then LoRA, then a STILL model folder and an adapter that gives it from the base."""
+"""Linearize a softmax model: attention transfer, then LoRA; write a STILL model folder, and an adapter for the base."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """An Accelerator as the recipe says, seeded; float32 products may use TF32, which keeps more bits than bfloat16."""
-    # Without a device to find, accelerate starts a process group only where it is told that the CPU is wanted.
+    """An Accelerator for the recipe, seeded. float32 products may use TF32, which has more bits than bfloat16."""
+    # Without a GPU, accelerate starts a process group only if told to use the CPU.
     on_cpu = recipe.device == "cpu" or not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=on_cpu or None)
     set_seed(recipe.seed)
     if recipe.precision == "bf16":
         torch.set_float32_matmul_precision("high")
-    # Each length of rows has kernels of its own, in either stage, with and without gradients.
+    # Each row length has its own kernels, in either stage, with and without gradients.
     torch._dynamo.config.recompile_limit = 64
     return accelerator
 
 
 def leave_processes() -> None:
-    """Take leave of the other processes of a run, which torch asks for at its end; nothing where there is one."""
+    """Destroy the process group, as torch requires; nothing for a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

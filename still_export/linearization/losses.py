@@ -1,4 +1,4 @@
-"""Stage 2's loss from last hidden states: logits exist for one slice of positions at a time, and not at all in the backward pass."""
+"""Stage 2's loss from last hidden states: logits exist for one slice of positions at a time, and not in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLICE = 4096
 
 @contextlib.contextmanager
 def without_head(model: Any) -> Iterator[None]:
-    """Inside the block the model's logits are its last hidden states, what its head would have multiplied."""
+    """Inside the block the model returns its last hidden states instead of logits."""
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
     try:
@@ -29,7 +29,7 @@ def without_head(model: Any) -> Iterator[None]:
 def head_losses(
     hidden: Tensor, weight: Tensor, following: Tensor, teacher: Tensor | None = None, answers: Tensor | None = None
 ) -> Tensor:
-    """Loss of every position, float32 [B, T], in nats: cross-entropy, or where there is a teacher divergence from its distribution.
+    """Loss of every position in nats, float32 [B, T]: cross-entropy, or with a teacher the divergence from its distribution.
 
     Args:
         hidden: Last hidden states [B, T, channels].
@@ -44,7 +44,8 @@ def head_losses(
 
 
 class _HeadLosses(torch.autograd.Function):
-    """A position's loss depends on its own hidden state alone: the gradient is found beside the loss, and scaled in the backward pass."""
+    """A position's loss depends only on its hidden state, so the forward pass also computes the gradient, which the backward pass
+    scales."""
 
     @staticmethod
     def forward(ctx, weight, wanted, hidden, teacher, following, answers):  # type: ignore[no-untyped-def]
@@ -74,7 +75,7 @@ class _HeadLosses(torch.autograd.Function):
 def loss_and_slope(
     logits: Tensor, teacher: Tensor | None, following: Tensor, answers: Tensor | None, wanted: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [N] (see `head_losses`), and where they are wanted their derivatives by logits [N, V], in the type of these.
+    """Losses [N] (see `head_losses`), and if `wanted` their derivatives by logits [N, V], in the logits' type.
 
     Args:
         logits, teacher: [N, V]. following, answers: [N].
@@ -94,7 +95,7 @@ def loss_and_slope(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Of every position, [...], in nats; logits [..., V], target ids [...]."""
-    # Flat: with the vocabulary in the middle PyTorch took a kernel on CUDA that was 73% of a step.
+    """Cross-entropy of every position in nats, [...], from logits [..., V] and target ids [...]."""
+    # Flattened: for a vocabulary in the middle PyTorch chose a CUDA kernel that took 73% of a step.
     flat = nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten(), reduction="none")
     return flat.view(target.shape)

@@ -1,4 +1,4 @@
-"""What a model predicts and finds: bits per byte of held-out text, and facts that lie beyond the window of a linearized layer."""
+"""Measure what a model predicts and finds: bits per byte of held-out text, and facts beyond a linearized layer's window."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from still_export.texts.texts import Corpus, held_out_rows
 from still_export.texts.turns import turn_pieces
 
 CONTEXTS = {4096: 1, 1024: 1}
-"""Rows of text by length; a longer row's beginning counts for the shorter length, too."""
+"""Rows of text by length; a longer row's beginning also counts for shorter lengths."""
 QUESTIONS = {1024: 8, 4096: 1}
-"""Prompts by length. With the text as many as two cores read in about a minute."""
+"""Prompts by length. With the text, two cores need about a minute."""
 SEED = 7919
-"""Of the prompts, which no training row begins with."""
+"""Seed of the prompts; no training row uses it."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """bits: Bits per byte by context. found: Facts of those `asked` whose every token was the most likely one."""
+    """bits: Bits per byte by context. found: Facts, of those `asked`, whose every token was the most likely one."""
 
     bits: dict[int, float]
     found: int = 0
     asked: int = 0
 
     def losses(self, base: Measured) -> dict[int, float]:
-        """Share by which bits per byte are above the base's, by context."""
+        """Relative increase of bits per byte over the base's, by context."""
         return {context: bits / base.bits[context] - 1 for context, bits in self.bits.items()}
 
     def beside(self, base: Measured) -> str:
-        """In words, beside the base."""
+        """The results next to the base's, in words."""
         losses = ", ".join(f"{loss:+.1%} at {context:,}" for context, loss in self.losses(base).items())
         return f"bits per byte {losses}" + (f"; finds {self.found} facts, the base {base.found}" if self.asked else "")
 
 
 class Yardstick:
-    """The same texts and questions for a base and what is made of it.
+    """The same texts and questions for a base and its linearized models.
 
     Args:
         corpus: Its held-out text is predicted, and is what facts stand in.
@@ -73,17 +73,17 @@ class Yardstick:
             for number in range(count):
                 try:
                     ids, answer = writer.prompt(min(length, context), (number + 0.5) / count * 0.8, rng)
-                except ConfigError:  # in tokens of a byte even one fact may be longer than a small model's context
+                except ConfigError:  # in tokens of a byte, one fact may exceed a small model's context
                     continue
                 self.prompts.append((torch.from_numpy(ids)[None], answer))
 
     @property
     def tokens(self) -> int:
-        """That a measurement reads."""
+        """Tokens of a measurement."""
         return sum(row.numel() for row in self.rows) + sum(ids.numel() for ids, _ in self.prompts)
 
     def keep(self, tokens: float) -> None:
-        """Keep what `tokens` in all suffice for, the shortest first, half of them for text; one row at least."""
+        """Reduce the measurement to `tokens`, shortest rows first, half of them text; at least one row."""
         rows = sorted(self.rows, key=Tensor.numel)
         self.rows = [row for i, row in enumerate(rows) if not i or sum(map(Tensor.numel, rows[: i + 1])) <= tokens / 2]
         self.contexts = sorted({row.shape[1] for row in self.rows})
@@ -96,13 +96,13 @@ class Yardstick:
 
     @torch.no_grad()
     def measured(self, model: Any, questions: bool = True) -> Measured:
-        """Of `model` as its layers are; text alone without `questions`."""
+        """Measure `model` with its layers as they are; text only without `questions`."""
         weight = model.get_output_embeddings().weight
         nats: dict[int, list[float]] = {context: [] for context in self.contexts}
         for row in self.rows:
             ids = row.to(weight.device)
             losses = head_losses(last_hidden(model, ids), weight, ids.roll(-1, dims=1))[0]
-            for context in self.contexts:  # what a token's loss is does not depend on those behind it
+            for context in self.contexts:  # a token's loss does not depend on later tokens
                 if context <= len(losses):
                     nats[context].append(float(losses[: context - 1].mean()))
         scale = math.log(2) * self.bytes_per_token
@@ -121,6 +121,6 @@ def finds(model: Any, ids: Tensor, answer: int) -> bool:
 
 
 def last_hidden(model: Any, ids: Tensor) -> Tensor:
-    """What the model's head is given for ids [B, T]: [B, T, channels]."""
+    """Input of the model's head for ids [B, T]: [B, T, channels]."""
     with without_head(model):
         return model(ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""How much each layer needs what linear attention takes from it, before any training: to predict text, and to look facts up."""
+"""How much each layer needs softmax attention, measured before training: for predicting text, and for retrieving facts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = 4
 
 
 def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0) -> Tensor:
-    """Share of every head's attention that goes from the query that predicts a token of an answer to that token in the fact.
+    """Attention weight of every head from the query that predicts an answer's token to that token in the fact.
 
     Args:
         model: A STILL model; its softmax attention is looked at.
@@ -48,7 +48,7 @@ def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarra
     """`lookup_scores` of one prompt, ids [T], whose last `count` tokens are an answer that stood in it before: [layers, H]."""
     tokens = len(prompt)
     windows = np.lib.stride_tricks.sliding_window_view(prompt, count)
-    fact = int((windows == prompt[-count:]).all(1).argmax())  # the first place
+    fact = int((windows == prompt[-count:]).all(1).argmax())  # the first occurrence
     asked = torch.arange(tokens - count - 1, tokens - 1, device=model.device)
     future = torch.arange(tokens, device=model.device) > asked[:, None]
     seen: list[Tensor] = []
@@ -72,31 +72,32 @@ def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarra
 
 
 LOOKS_UP = 0.25
-"""Share of the greatest score from which a layer counts as one that looks facts up: 4 of SmolLM2's 30, and its fifth has 24%."""
+"""Share of the largest score from which a layer counts as retrieving: 4 of SmolLM2's 30 layers do, and the fifth has 24%."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """By layer, its share of what all need: `text` (see `text_needs`), `lookup` (see `lookup_scores`)."""
+    """Each layer's share of the model's needs: `text` (see `text_needs`), `lookup` (see `lookup_scores`)."""
 
     text: list[float]
     lookup: list[float]
 
     def ranked(self) -> list[int]:
-        """All layers, those that need softmax most first; of equals the lower one."""
+        """All layers, those that need softmax most first; ties by index."""
         return sorted(range(len(self.text)), key=lambda layer: (-self.text[layer] - self.lookup[layer], layer))
 
     def text_left(self, count: int) -> float:
-        """Share of the text's needs that the layers behind the first `count` have."""
+        """Share of the text's needs in layers after the first `count`."""
         return sum(self.text[layer] for layer in self.ranked()[count:])
 
     def looking(self) -> int:
-        """How many layers look facts up."""
+        """Number of layers that retrieve facts."""
         return sum(score >= LOOKS_UP * max(self.lookup) for score in self.lookup)
 
 
 def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> Needs:
-    """Of a run's untrained model with all layers linearized, two kinds weighing the same; a minute for 135M parameters on two cores."""
+    """The needs of a run's untrained model with all layers linearized, both kinds weighted equally; a minute for 135M parameters on two
+    cores."""
     writer = TaskWriter(run.tokenizer, run.corpus.train)
     lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
     longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
@@ -105,10 +106,10 @@ def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> 
 
 
 def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list[float]:
-    """By layer, how much the loss of ids [1, T] would change if the layer's softmax became the untrained student's, to second order.
+    """Second-order change of the loss of ids [1, T] by replacing each layer's softmax with the untrained student, by layer.
 
-    Every layer runs behind softmax layers, as both; one backward pass weighs how they differ by the gradient of the loss. Squared, as
-    differences in either direction are departures from the base's distribution (the empirical Fisher information).
+    Every layer's softmax and student run on softmax inputs; one backward pass weights their difference by the loss's gradient. Squared,
+    because either direction departs from the base's distribution (empirical Fisher information).
     """
     found = [0.0] * len(attentions)
     hooks = []
@@ -147,6 +148,6 @@ def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list
 
 
 def shares(values: Sequence[float]) -> list[float]:
-    """`values` by their sum; all 0 where that is."""
+    """`values` divided by their sum; all 0 if it is 0."""
     total = sum(values)
     return [value / total if total else 0.0 for value in values]

@@ -1,4 +1,4 @@
-"""What the two stages minimise, as modules that DDP and FSDP can wrap: a batch in, a loss and its parts out."""
+"""The objectives of both stages, as modules for DDP and FSDP: a batch in, a loss and its parts out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from still_export.mixers.registry import mixer_of
 from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, Trainable, attention_mode
 
 SELECTION_QUERIES = 32
-"""Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
+"""Positions of a row whose attention says which tokens should be salient: enough for a gradient, and few compared with T."""
 
 
 def make_students(model: Any, learn_window_factors: bool = False) -> list[Trainable]:
-    """Put every linearized layer of a STILL model, in place, into the form that can be teacher and student; names of parameters stay."""
+    """Convert every linearized layer of a STILL model, in place, to a form that can be teacher and student; parameter names stay."""
     found = (
         mixer_of(model.config, index).trainable(layer.self_attn, learn_window_factors)
         for index, layer in enumerate(model.model.layers)
@@ -41,7 +41,7 @@ class TransferObjective(nn.Module):
 
     @torch.no_grad()
     def fit(self, ids: Tensor) -> None:
-        """Let layers that can be fitted start near the teacher's outputs on ids [B, T]."""
+        """Start layers that support it near the teacher's outputs on ids [B, T]."""
 
         def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
             hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
@@ -58,7 +58,7 @@ class TransferObjective(nn.Module):
                 hook.remove()
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean relative error over layers, and heads of hybrid attention, and per layer [L]; ids [B, T]."""
+        """(mean relative error over layers and heads, relative error of each layer [L]) for ids [B, T]."""
         with attention_mode(self.known, SOFTMAX), attention_mode(self.attentions, TRANSFER):
             self.model(ids, use_cache=False, logits_to_keep=1)
         layers = torch.stack([a.difference.mean() for a in self.attentions if a.difference is not None])
@@ -113,7 +113,7 @@ class FinetuneObjective(nn.Module):
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
         weights = weights.roll(-1, dims=1)
-        weights[:, -1] = 0  # nothing follows
+        weights[:, -1] = 0  # nothing follows the last token
         answers = weights > 1
         losses = head_losses(
             hidden,
@@ -144,7 +144,7 @@ class FinetuneObjective(nn.Module):
 
 @contextlib.contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
-    """`model` without its LoRA inside the block, if it has one; PEFT's own way looks all modules over first, 16 ms a step."""
+    """Inside the block `model` runs without LoRA, if it has one; PEFT's own context scans all modules first, 16 ms a step."""
     tuner: Any = getattr(model, "base_model", None)
     if not hasattr(tuner, "disable_adapter_layers"):
         yield
@@ -157,7 +157,7 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 def student_mode(attentions: list[Trainable]) -> None:
-    """Every layer the student; it stays, because recomputation in the backward pass needs the same modes."""
+    """Set every layer to student mode, permanently: recomputation in the backward pass needs the same modes."""
     for attention in attentions:
         attention.mode = STUDENT
 

@@ -1,4 +1,4 @@
-"""Passes forward and backward, of which a step has one or more; on CUDA recorded as graphs, which the host only starts.
+"""Forward and backward passes of a step; on CUDA recorded as graphs, which are cheap to launch.
 
 A step of stage 2 launches some thousand kernels, for which the host takes longer than the GPU does.
 """
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Passes:
-    """The passes of one step after the other; their gradients add up in the parameters, over processes as FSDP does it.
+    """The passes of consecutive steps. Gradients accumulate in the parameters, and over processes as FSDP does it.
 
     Args:
         objective: Maps ids and weights to (loss, parts); as `accelerator` prepared it.
@@ -28,11 +28,11 @@ class Passes:
         self.accelerator, self.objective, self.optimizer = accelerator, objective, optimizer
 
     def begin(self) -> None:
-        """Start a step, without gradients."""
+        """Start a step with zero gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
-        """Loss and parts of a pass, detached, to be read before the next one; its gradients times `share` are added.
+        """Run one pass: returns detached loss and parts, valid until the next pass; adds its gradients times `share`.
 
         Args:
             ids, weights: [B, T], on any device. last: Of the step.
@@ -42,18 +42,18 @@ class Passes:
             return self._forward_backward(ids.to(device), weights.to(device), share)
 
     def end(self) -> None:
-        """Gradients are the mean over processes, now at the latest."""
+        """Finish averaging gradients over processes."""
 
     def _forward_backward(self, ids: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
             loss, parts = self.objective(ids, weights)
-        # Outside of autocast: the attention's recomputation has its own precision.
+        # Outside of autocast: attention chooses its own precision when recomputed.
         self.accelerator.backward(loss * share)
         return loss.detach(), parts
 
 
 class SummedPasses(Passes):
-    """Gradients lie in one buffer, which the processes add up at the end of a step.
+    """Gradients in one buffer, which the processes sum at the end of a step.
 
     DDP would add them up amid the last backward pass, which cannot be recorded, and waits in it for every gradient: rows of at most two
     chunks have none for what acts on far tokens alone.
@@ -86,7 +86,7 @@ class SummedPasses(Passes):
 
 @dataclass
 class _Recorded:
-    """A pass as a graph. ids, weights: where it reads. loss, parts: where it writes."""
+    """A recorded pass. ids, weights: its input buffers. loss, parts: its outputs."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
@@ -96,7 +96,7 @@ class _Recorded:
 
 
 class ReplayedPasses(SummedPasses):
-    """The first pass of a shape runs as it is, which compiles and loads kernels; then it is recorded, and replayed from there on.
+    """Runs the first pass of a shape normally, which compiles and loads kernels; then records it, and replays it from there on.
 
     Args:
         kinds: Lengths of rows: nothing is recorded before each was seen, for a recording keeps its memory to itself.
@@ -133,7 +133,7 @@ class ReplayedPasses(SummedPasses):
         """A pass as a graph; None, with a warning, where its operations cannot be one."""
         ids, weights = (x.to(self.accelerator.device, copy=True) for x in (ids, weights))
         graph = torch.cuda.CUDAGraph()
-        # On the stream of the first pass, where autograd adds gradients to parameters. Only this thread must keep to what can be recorded.
+        # On the stream of the first pass, where autograd accumulates gradients. Only this thread must stick to recordable operations.
         stream = torch.cuda.current_stream(ids.device)
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
@@ -145,14 +145,14 @@ class ReplayedPasses(SummedPasses):
                 stacklevel=2,
             )
             return None
-        self.pool = graph.pool()  # graphs run one after another, so each may have what the others need for themselves
+        self.pool = graph.pool()  # graphs never run concurrently, so they can share memory
         return _Recorded(graph, ids, weights, loss, parts)
 
 
 def passes_of(
     accelerator: Accelerator, objective: nn.Module, optimizer: Any, kinds: int, checkpointing: bool
 ) -> Passes:
-    """What runs the passes of a prepared objective; arguments: see the classes.
+    """The runner of passes for a prepared objective; arguments: see the classes.
 
     Args:
         checkpointing: Activations are computed again, which asks the host for a random state amid the pass. FSDP decides there what it

@@ -1,4 +1,5 @@
-"""What a budget chooses: softmax layers and salient tokens by trials, steps by the time, more softmax where that was too little."""
+"""Plan a linearization for a budget: softmax layers and salient tokens by trials, steps by time, and more softmax if that was too
+little."""
 
 from __future__ import annotations
 
@@ -25,35 +26,35 @@ from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
 
 PLAN_FILE = "plan.json"
 DENSEST = 4
-"""A chunk's tokens by its salient ones: in a quarter of the cache lies most of what an untrained student keeps."""
+"""Least tokens of a chunk per salient token: an untrained student's state approaches a quarter of the cache."""
 LEFT = 0.8
-"""Share of an untrained student's loss that a short training leaves: what a trial expects. 40 steps of 1,024 tokens left SmolLM2 70%."""
+"""Share of an untrained student's loss expected after a short training. 40 steps of 1,024 tokens left 70% for SmolLM2."""
 LEAST_ROW = 512
-"""Tokens of a row into which a question and its fact fit in any tokenizer; shorter rows are text alone."""
+"""Tokens of a row that fits a question and its fact in any tokenizer; shorter rows are text alone."""
 TRIALS = 3
 PROBE = 256
-"""Tokens by which the machine's speed is found."""
+"""Tokens for measuring the machine's speed."""
 MEASURING = 0.4
-"""Share of the time that measuring may take: the base, the trials' text and what was reached, MEASUREMENTS of the whole in all."""
+"""Share of the time for measuring: the base, the trials' text and the result, MEASUREMENTS of the whole in all."""
 MEASUREMENTS = 3.4
 PASSES = 4
-"""Forward passes that a training step takes as long as, at least: the teacher's, the student's, and its gradients."""
+"""Forward passes that a training step costs at least: the teacher's, the student's, and its gradients."""
 FULL_RATE_STEPS = 40
-"""Steps that are trained at the recipe's rate; more are trained at less."""
+"""Steps up to which the recipe's learning rate is used; more steps use less."""
 RATE_FALLS = 0.3
-"""Power of the steps by which it falls: ten times as many are trained at half."""
+"""Exponent of that reduction: ten times as many steps are trained at half the rate."""
 FEW_STEPS = 100
-"""Of the time that is advised where a budget has none for training."""
+"""Steps in the advice for a budget without time for training."""
 RESERVED = 1.5
-"""Measurements of what was reached that time is kept for: some runs keep more layers and measure again."""
+"""Measurements of the result that time is reserved for: some runs keep more layers softmax and measure again."""
 
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What trials chose.
+    """Results of trials.
 
-    needs: Of all layers. count: How many of those ranked first stay softmax; most: that may, by the state. salient: Tokens per chunk.
-    base: What the base reaches. tried: What the untrained student did. steps: Of training. tokens: That a measurement reads; 0 = all.
+    needs: Of all layers. count: Number of softmax layers, by rank; most: the limit by state. salient: Tokens per chunk. base: The base's
+    measurements. tried: The untrained student's. steps: Of training. tokens: Of a measurement; 0 = all.
     """
 
     needs: Needs
@@ -67,7 +68,7 @@ class BudgetPlan:
 
     @classmethod
     def read(cls, text: str) -> BudgetPlan:
-        """What `json.dumps(asdict(plan))` gave."""
+        """The plan from its JSON, `json.dumps(asdict(plan))`."""
         values = json.loads(text)
         for name in ("base", "tried"):
             bits = {int(context): value for context, value in values[name]["bits"].items()}
@@ -75,12 +76,12 @@ class BudgetPlan:
         return cls(**{**values, "needs": Needs(**values["needs"])})
 
     def expected(self) -> float:
-        """Greatest share that bits per byte will rise by."""
+        """Largest relative increase of bits per byte expected."""
         return max(0.0, (LEFT if self.steps else 1.0) * worst(self.tried, self.base))
 
 
 class Planner:
-    """Chooses a plan for a run whose folder is open, and keeps what was trained to the budget.
+    """Chooses a plan for a run with an open folder, and checks the trained model against the budget.
 
     Raises:
         ConfigError: No student has so small a state.
@@ -113,19 +114,19 @@ class Planner:
         )
 
     def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
-        """The recipe of a plan with `count` softmax layers, and with the rate that its steps allow."""
+        """The recipe of a plan with `count` softmax layers and the learning rate for its steps."""
         kept = plan.needs.ranked()[:count]
         types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
         rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
         return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
     def _trial(self, salient: int) -> Recipe:
-        """All layers linearized."""
+        """The recipe of a trial with all layers linearized."""
         asked = self.asked if self.asked.row_tokens >= LEAST_ROW else replace(self.asked, retrieval=0.0)
         return replace(asked, budget="", salient_per_chunk=salient)
 
     def state(self, count: int, salient: int) -> float:
-        """State of a student with `count` softmax layers at the model's context, as a share of the base's cache."""
+        """State size of a student with `count` softmax layers at the model's context, relative to the base's cache."""
 
         def size(softmax: int) -> int:
             config = copy.copy(self.run.geometry)
@@ -137,7 +138,8 @@ class Planner:
         return size(count) / size(self.run.layers)
 
     def _room(self, least: int) -> tuple[int, int]:
-        """Salient tokens per chunk, as many as leave room for `least` softmax layers if any do, and how many layers there is room for."""
+        """(salient tokens per chunk, number of softmax layers that fit): the most salient tokens that leave room for `least` layers, if any
+        do."""
         layers, salient = self.run.layers, max(1, self.run.still.chunk_size // DENSEST)
         while True:
             most = max((n for n in range(layers + 1) if self.state(n, salient) <= self.budget.state), default=-1)
@@ -182,7 +184,7 @@ class Planner:
         return replace(plan, steps=self._steps(plan, seconds))
 
     def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
-        """Measure by fewer tokens where all of them take more than MEASURING of the time; how many at most, 0 = all."""
+        """Reduce the measurement if it would take more than MEASURING of the time; returns its tokens, 0 = all."""
         set_modes(attentions, range(self.run.layers))
         ids = self.stick.rows[0][:, :PROBE]
         for _ in range(2):  # the first one allocates
@@ -202,7 +204,7 @@ class Planner:
         return max(1, tokens)
 
     def _demand_time(self, step_s: float, lacking_s: float | None = None) -> None:
-        """Raise ConfigError where the budget has no time for a step of `step_s`, of which so much is lacking (None: measuring is ahead)."""
+        """Raise ConfigError if the budget has no time for steps of `step_s`; `lacking_s`: missing time (None: measuring is still ahead)."""
         whole = 60 * self.budget.time
         if lacking_s is None:
             lacking_s = time.monotonic() - self.run.started + self.reading + step_s - (1 - MEASURING) * whole
@@ -216,20 +218,20 @@ class Planner:
         )
 
     def more(self, plan: BudgetPlan, count: int, loss: float) -> int:
-        """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
+        """Number of softmax layers that reduces `loss`, measured with `count` of them, to the budget, by the needs of the other layers."""
         aim = plan.needs.text_left(count) * self.budget.loss / loss if loss > 0 else 0.0
         enough = (n for n in range(count + 1, plan.most + 1) if plan.needs.text_left(n) <= aim)
         return min(next(enough, plan.most), plan.most)
 
     def _steps(self, plan: BudgetPlan, seconds: float) -> int:
-        """Steps that the time leaves; `seconds`: of measuring a student's text."""
+        """Steps that fit into the remaining time; `seconds`: of measuring a student's text."""
         run = self.run
         if plan.count == run.layers:
             return 0
         run.adopt(self.recipe(plan, plan.count))
         asked = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(row.numel() for row in self.stick.rows)
         step = step_seconds(run, "LoRA")
-        # To write the model takes about as long as to read the base.
+        # Writing the model takes about as long as reading the base.
         self.until = run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + asked) * seconds - step
         steps = max(0, min(self.asked.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
         if not steps:
@@ -240,7 +242,7 @@ class Planner:
         return steps
 
     def settle(self, model: Any, attentions: list[Trainable]) -> dict[str, Any]:
-        """Measure the trained `model`, and keep more layers softmax until the budget is met; what was promised and reached."""
+        """Measure the trained `model` and make more layers softmax until the budget is met; returns promised and reached values."""
         run, plan, count = self.run, self.plan, self.plan.count
         linearized = [layer for layer in range(run.layers) if run.still.layer_type(layer) != FULL]
         least = math.ceil(self.budget.found * plan.base.found)
@@ -281,7 +283,7 @@ class Planner:
 
 
 def worst(student: Measured, base: Measured) -> float:
-    """Greatest share by which bits per byte are above the base's."""
+    """Largest relative increase of bits per byte over the base's."""
     return max(student.losses(base).values())
 
 
@@ -289,7 +291,7 @@ MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
 
 
 def kept_promises(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
-    """Of each promise of a budget whether it was met; facts are not measured where no question was asked or the base knows no answer."""
+    """Whether each limit of a budget was met; facts are not measured without questions, or if the base knows no answer."""
     found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
     if budget.found and not (reached.asked and base.found):
         found = UNMEASURED
@@ -299,14 +301,14 @@ def kept_promises(budget: Budget, base: Measured, reached: Measured, state: floa
 
 
 def set_modes(attentions: list[Trainable], softmax: Any) -> None:
-    """The layers of the indices `softmax` are the base's, all others the student."""
+    """Set the layers with indices `softmax` to the base's attention, all others to the student."""
     for index, attention in enumerate(attentions):
         attention.mode = SOFTMAX if index in softmax else STUDENT
 
 
 @torch.no_grad()
 def forget_lora(model: Any, layers: list[int]) -> None:
-    """Make the projections of `layers` the base's."""
+    """Restore the base's projections of `layers`."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name and any(f".layers.{layer}." in name for layer in layers):
             parameter.zero_()

@@ -31,23 +31,23 @@ LINEARIZERS: Registry[Linearizer] = Registry(
     "recipe",
     "LINEARIZERS",
 )
-"""By the recipe's mixer."""
+"""Options by the recipe's mixer."""
 FINDERS: Registry[Finder] = Registry((), "finder", "FINDERS")
-"""What measures layers before training, by the recipe's option that takes what was found."""
+"""Measures layers before training, by the recipe's option for the result."""
 MADE = ", ".join(("full_attention", *(made.layer for made in LINEARIZERS.values())))
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
     *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "finetune_maps"),
     *("selection_weight", "selection_target"),
 )
-"""Options that no other mixer has."""
+"""Options of no other mixer."""
 OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse")
-"""The same of chosen blocks."""
+"""Options of chosen blocks."""
 
 ROW_TOKENS = 1024
-"""Of a row, where nobody says otherwise and the model holds so many."""
+"""Default tokens of a row, if the model has as many."""
 DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
-"""By mixer: the default recipe."""
+"""Default recipe by mixer."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Recipe:
             )
 
     def _check_budget(self) -> None:
-        """Raise ConfigError where the budget is none, or the recipe sets what it chooses."""
+        """Raise ConfigError if the budget is invalid, or the recipe sets what it chooses."""
         if not self.budget:
             return
         Budget.read(self.budget)
@@ -208,7 +208,7 @@ class Recipe:
             )
 
     def _check_mixer(self) -> None:
-        """Raise ConfigError where an option is of another mixer."""
+        """Raise ConfigError for an option of another mixer."""
         for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
             others = set(own) - set(LINEARIZERS[self.mixer].options)
             foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
@@ -233,30 +233,30 @@ class Recipe:
 
     @property
     def layer(self) -> str:
-        """What a layer is called that the mixer made."""
+        """Layer type that the mixer makes."""
         return LINEARIZERS[self.mixer].layer
 
     @property
     def lora_in_transfer(self) -> bool:
-        """Stage 1 trains LoRA too: what the rule makes of queries and keys is no exponential, for which the base's were made."""
+        """Whether stage 1 also trains LoRA: linear rules use queries and keys without the exponential they were trained for."""
         return self.mixer in ("gla", "gdn")
 
     @property
     def maps_in_finetune(self) -> bool:
-        """Stage 2 trains what stage 1 does."""
+        """Whether stage 2 also trains stage 1's parameters."""
         return self.lora_in_transfer or self.finetune_maps
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row; with row_lengths, of a step by its rows."""
+        """Tokens of a row; with row_lengths, a step's tokens divided by its rows."""
         return ROW_TOKENS if self.sequence_length is None else self.sequence_length
 
     def rows_of_a_pass(self, length: int) -> int:
-        """Rows of `length` tokens that one pass on one process takes at most: as many tokens whatever the rows' lengths."""
+        """Most rows of `length` tokens in a pass of one process: the number of tokens is constant."""
         return max(1, (self.micro_batch_size or self.batch_size) * self.row_tokens // length)
 
     def fitted(self, context: int) -> Recipe:
-        """This recipe for a model of `context` tokens at most: rows whose length was left open are no longer than that.
+        """This recipe for a model with a context of `context` tokens: default row lengths are reduced to it.
 
         Raises:
             ConfigError: Rows that were asked for are longer, or what is left is too short to train on.

@@ -1,4 +1,4 @@
-"""A run of linearization: data, model and stages, each of which starts from the base and the results of the stage before."""
+"""A linearization run: data, model and stages; each stage starts from the base and the results of the stage before."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ from still_kernels.hybrid_attention.call import refusals
 
 REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
-"""Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
+"""Initial gate bias of training: sigmoid(2) = 0.88. The 8 of untrained gates is 1 in bfloat16, where the derivative is 0."""
 
 FIT_TOKENS, MOST_FIT_TOKENS = 32, 1 << 15
-"""Tokens by a hidden state's channels that fresh layers are fitted to, whose regressions have a coefficient a channel; and in all at most,
-for memory."""
+"""Tokens per hidden channel that fresh layers are fitted to (a regression has one coefficient a channel), and their limit, for memory."""
 
 
 @dataclass
@@ -80,7 +79,7 @@ class LinearizationRun:
         log("reading the base model")
         geometry = open_source(
             recipe.base, attach_untrained=True
-        ).config  # weights are read with what the recipe makes of them
+        ).config  # weights are loaded with the recipe's changes
         self.context = recipe.capacity_tokens or int(geometry.max_position_embeddings)
         recipe = recipe.fitted(self.context)
         self.geometry, self.layers, self.heads = geometry, geometry.num_hidden_layers, geometry.num_attention_heads
@@ -103,7 +102,7 @@ class LinearizationRun:
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.row_tokens)
 
     def adopt(self, recipe: Recipe) -> None:
-        """Go on by `recipe`, whose layers or sizes are others."""
+        """Continue with `recipe`, which has other layers or sizes."""
         self.recipe, self.still = recipe, recipe.still_config(self.layers, self.heads)
         if self.start and recipe.window_factors is None:
             self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
@@ -113,7 +112,7 @@ class LinearizationRun:
             self.still = replace(self.still, window_factors=scaled)
 
     def load_base(self) -> Any:
-        """The base with untrained linear layers, or that of the adapter to go on from, float32, frozen."""
+        """The base with untrained linear layers, or with the adapter to continue from, float32, frozen."""
         model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -126,7 +125,7 @@ class LinearizationRun:
         return model
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued."""
+        """Values that must be equal for a run to be resumed."""
         values = self.recipe.to_dict()
         for name in (
             "device",
@@ -185,13 +184,13 @@ class LinearizationRun:
         return sum(losses) / len(losses)
 
     def transfer_objective(self) -> TransferObjective:
-        """Stage 1's, with the parameters that it trains."""
+        """Stage 1's objective, with the parameters that it trains."""
         recipe = self.recipe
         model = self.load_base()
         attentions = make_students(model, recipe.learn_window_factors)
         for attention in attentions:
             attention.save_memory = recipe.gradient_checkpointing
-        set_seed(recipe.seed)  # LoRA starts the same whatever was measured before
+        set_seed(recipe.seed)  # LoRA starts the same, regardless of earlier measurements
         model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
@@ -224,18 +223,18 @@ class LinearizationRun:
 
     @property
     def fits(self) -> bool:
-        """Whether fresh layers start in closed form; what an adapter trained stays."""
+        """Whether fresh layers start in closed form; layers of an adapter stay."""
         known = self.start is not None and not self.start.new_layers(self.still, self.layers)
         return self.recipe.lora_in_transfer and not known
 
     @property
     def fit_shape(self) -> tuple[int, int]:
-        """Rows that fresh layers are fitted to, and their tokens: the longest rows."""
+        """Number of rows that fresh layers are fitted to, and their tokens: the longest rows."""
         length = max(self.recipe.row_lengths or (self.recipe.row_tokens,))
         return math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length), length
 
     def fit(self, objective: TransferObjective, batches: Batches) -> None:
-        """Let fresh layers start near the teacher's outputs, if they can."""
+        """Start fresh layers near the teacher's outputs, if they support it."""
         if not self.fits:
             return
         (wanted, length), rows, step = self.fit_shape, list[Tensor](), 0
@@ -318,12 +317,12 @@ class LinearizationRun:
         )
         self._keep("finetune", objective)
         if isinstance(objective, FSDPModule):
-            # The model is called without the objective around it from here on: layers gather their own parameters, these nobody would.
+            # From here on the model is called without its objective, which would gather parameters outside of layers.
             objective.unshard()
         return report, objective.model.eval(), objective.attentions
 
     def attach_lora(self, model: Any) -> Any:
-        """`model` with LoRA, fresh or that of the adapter to go on from."""
+        """`model` with LoRA, fresh or from the adapter to continue from."""
         model = adapter.attach_lora(model, self.recipe)
         if self.start:
             self.start.load_lora(model)
@@ -337,7 +336,7 @@ class LinearizationRun:
 
     @torch.no_grad()
     def quality(self, model: Any, attentions: list[Trainable]) -> dict[str, float]:
-        """Bits per byte of the held-out rows: teacher, after stage 1 where that can be told, after stage 2."""
+        """Bits per byte of the held-out rows: teacher, after stage 1 if available, after stage 2."""
         finetuned = hasattr(model, "disable_adapter")
         rows = self.held_out.to(self.accelerator.device)
 
@@ -353,14 +352,14 @@ class LinearizationRun:
                 return bits(mode)
 
         result = {"teacher": without_lora(SOFTMAX)}
-        if not self.recipe.maps_in_finetune:  # what stage 1 gave is there as long as LoRA alone was trained after it
+        if not self.recipe.maps_in_finetune:  # stage 1's result is available as long as only LoRA was trained after it
             result["after attention transfer"] = without_lora(STUDENT)
         if finetuned:
             result["after LoRA"] = bits(STUDENT)
         return result
 
     def write(self, result: Linearization, command: str) -> None:
-        """Write adapter (where there is something in it), model, tokenizer and report, in one step; the work folder stays."""
+        """Write adapter (if it has content), model, tokenizer and report, atomically; the work folder stays."""
         self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
@@ -385,7 +384,7 @@ class LinearizationRun:
 
 
 def demand_kernels(model: nn.Module) -> None:
-    """Raise ConfigError where hybrid layers of `model` are none that the kernels of CUDA compute, before texts are read."""
+    """Raise ConfigError, before texts are read, if no CUDA kernel covers the hybrid layers of `model`."""
     layers = {module.still: None for module in model.modules() if isinstance(module, HybridOpModule)}
     if reasons := list(dict.fromkeys(line for layer in layers for line in refusals(layer, torch.float32))):
         raise ConfigError(
@@ -394,7 +393,7 @@ def demand_kernels(model: nn.Module) -> None:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A short text that differs for other weights or names."""
+    """A short digest of names and weights."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())

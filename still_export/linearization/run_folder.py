@@ -1,4 +1,4 @@
-"""The output folder of a linearization: what it may replace, and how a run is found again. It loads no PyTorch."""
+"""The output folder of a linearization: what it may replace, and how a run is resumed. Loads no PyTorch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from still_export.errors import ConfigError, TrainingError
 RUN_FILE, WORK = "run.json", "training"
 TO_REPLACE = "Pass --resume to continue its run, or --force to replace it."
 REPLACED_FILE = "replaced.json"
-"""In the work folder: what the output folder held when --force began this run; it stays until the new model is complete."""
+"""File in the work folder: entries of the output folder when --force began this run, until the new model is complete."""
 
 
 class RunFolder:
-    """The output folder of a run, whose checkpoints and results of stages lie in `work`."""
+    """The output folder of a run; `work` has checkpoints and results of stages."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.work = output, output / WORK
@@ -64,26 +64,26 @@ class RunFolder:
         (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
 
     def holds_a_run(self) -> bool:
-        """Whether a run that was begun can go on."""
+        """Whether a run can be resumed here."""
         return (self.work / RUN_FILE).is_file()
 
     def discard(self) -> None:
-        """Remove a run that left nothing to go on from: no checkpoint, no result of a stage."""
+        """Remove a run without a checkpoint or a stage's result."""
         if any(self.work.glob("*/step-*/report.json")) or any(self.work.glob("*.safetensors")):
             return
         shutil.rmtree(self.work, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self.output.rmdir()  # which fails where it holds something
+            self.output.rmdir()  # which fails if it is not empty
 
     def kept(self) -> list[str]:
-        """Entries of the output folder that are not of the model that this run replaces."""
+        """Entries of the output folder that do not belong to the model that this run replaces."""
         path = self.work / REPLACED_FILE
         replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         return [p.name for p in self.output.iterdir() if p.name not in replaced]
 
 
 def check_replaceable(folder: Path, force: bool, hint: str) -> None:
-    """Raise ConfigError where `folder` holds something and `force` is not given, or what no linearization made: the base, a home."""
+    """Raise ConfigError if `folder` is not empty and `force` is not given, or has content that no linearization made."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:

@@ -1,4 +1,4 @@
-"""Which layers should stay softmax: those that look facts up, and those whose far attention the text needs."""
+"""Choose the layers to keep softmax: those that retrieve facts, and those whose far attention the text needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerChoice:
 def find_layers(
     finder: Finder, recipe: Recipe, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
 ) -> Found:
-    """What `finder` measures of the layers of an untrained model, by a held-out row; nothing is trained. Writes it into `output`.
+    """Let `finder` measure the layers of an untrained model on a held-out row, without training; writes the result into `output`.
 
     Raises:
         ConfigError: The recipe's mixer is another, its rows are too short, or `output` exists and `force` is not given.

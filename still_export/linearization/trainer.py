@@ -1,4 +1,4 @@
-"""The loop of one stage: accelerate around it, sharded checkpoints beside it, a run that can be killed at any point."""
+"""The training loop of one stage: accelerate, sharded checkpoints, resumable at any point."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class StopTraining(BaseException):
-    """Raised by a progress callback: a checkpoint is kept, and the run ends."""
+    """Raised by a progress callback: write a checkpoint and end the run."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class StageReport:
 def _on_a_stream_of_its_own(
     method: Callable[Concatenate[Trainer, Arguments], StageReport],
 ) -> Callable[Concatenate[Trainer, Arguments], StageReport]:
-    """A method of a trainer as it is, but on CUDA on a stream of its own: on the default one nothing can be recorded."""
+    """Run a trainer's method on a separate CUDA stream, because graphs cannot be recorded on the default one."""
 
     @functools.wraps(method)
     def wrapped(trainer: Trainer, /, *given: Arguments.args, **named: Arguments.kwargs) -> StageReport:
@@ -134,7 +134,7 @@ class Trainer:
         passes = passes_of(accelerator, module, optimizer, kinds, recipe.gradient_checkpointing)
         report = self._restore(module, optimizer)
         curves = Curves(self.folder.parent, self.name, report.steps) if accelerator.is_main_process else None
-        ahead = ThreadPoolExecutor(1)  # writes the next batch while the GPU computes
+        ahead = ThreadPoolExecutor(1)  # prepares the next batch while the GPU computes
         following = ahead.submit(batches.batch, report.steps)
         while report.steps < steps and not report.done:
             started = time.perf_counter()
@@ -181,12 +181,14 @@ class Trainer:
                 try:
                     self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
                 except StopTraining:
-                    if accelerator.num_processes == 1:  # others do not know of it, and all write a checkpoint together
+                    if (
+                        accelerator.num_processes == 1
+                    ):  # other processes do not know, and all write checkpoints together
                         self._save(module, optimizer, report)
                     raise
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
-        if 0 < report.kept < report.steps:  # none where every validation was no number
+        if 0 < report.kept < report.steps:  # none if no validation loss was finite
             set_model_state_dict(module, self.best, options=PARTIAL)
         if curves is not None:
             curves.close()
@@ -195,7 +197,7 @@ class Trainer:
     def _step(
         self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch, until: float
     ) -> tuple[float, list[float], bool]:
-        """One optimizer step; the loss and its parts over all processes, and whether one of them came to `until`."""
+        """One optimizer step: (loss over all processes, its parts, whether a process reached `until`)."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
         groups = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
@@ -215,7 +217,7 @@ class Trainer:
         return mean, means, late_share > 0
 
     def _save(self, module: nn.Module, optimizer: Any, report: StageReport) -> None:
-        """Write a checkpoint that appears under its name only when it is complete."""
+        """Write a checkpoint that gets its name only when complete."""
         accelerator = self.accelerator
         final = self.folder / f"step-{report.steps:07d}"
         partial = final.with_suffix(".partial")
@@ -265,7 +267,7 @@ def _copy(weights: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """Silence torch's remark that a checkpoint is written without a process group."""
+    """Silence torch's warning about a checkpoint without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -280,7 +282,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def plateau(losses: list[float], patience: int) -> bool:
-    """Whether the last `patience` losses brought no improvement of a thousandth on the best before them."""
+    """Whether the last `patience` losses did not improve on the best before them by a thousandth."""
     if patience == 0 or len(losses) <= patience:
         return False
     return min(losses[-patience:]) > min(losses[:-patience]) * (1 - 1e-3)
