@@ -1,4 +1,4 @@
-"""Text files, read without PyTorch: a verb looks at them before it loads anything."""
+"""Read text files without PyTorch, so that verbs can check them before they load anything."""
 
 from __future__ import annotations
 

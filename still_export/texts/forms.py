@@ -16,7 +16,7 @@ from still_export.errors import ConfigError
 from still_export.texts.tasks import ANSWER, DATA, Weighing, hide, piece, places, room_for_filler, stretch
 
 OPEN, CLOSE = "\x02", "\x03"
-"""Around a value in a text; a space before it belongs to it, because tokenizers join it."""
+"""Marks around a value in a text; the space before it is included, because tokenizers merge it."""
 MOST_FACTS, MOST_TURNS = 24, 12
 
 _NAMES = [names.split() for names in DATA["names"].values()]
@@ -53,7 +53,7 @@ VALUES: dict[str, Callable[[np.random.Generator], str]] = {
 
 @dataclass(frozen=True)
 class Relation:
-    """What can be said of a subject: `noun` "of" it, and by itself in a sentence and a question where English has one."""
+    """A property of a subject: `noun` "of" it, or a sentence and a question of their own."""
 
     noun: str
     subject: str
@@ -67,7 +67,7 @@ RELATIONS = tuple(Relation(*relation) for relation in DATA["relations"])
 
 @dataclass(frozen=True)
 class Fact:
-    """One value: of what it is, how it is said and asked for; in sentences the value stands between OPEN and CLOSE."""
+    """One value: its subject and relation, the sentence, and the question; the value is between OPEN and CLOSE."""
 
     relation: Relation
     subject: str
@@ -148,7 +148,7 @@ def as_table(fact: Fact, rng: np.random.Generator) -> str:
 
 
 def as_dialogue(fact: Fact, rng: np.random.Generator) -> str:
-    """Somebody asks and is answered, or is told."""
+    """A question and its answer, or a statement, in a dialogue."""
     one, other = pick(PEOPLE, rng), pick(PEOPLE, rng)
     said, asked = pick(fact.sentences, rng), pick(fact.questions, rng)
     form = pick(
@@ -197,7 +197,8 @@ class NaturalWriter:
                 facts = facts[: len(facts) // 2]
 
     def prompt(self, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A text with one fact, which is asked for at its end, and its answer; ids int64 [length], and how many of the last are its value.
+        """A text with one fact, a question about it at the end, and the answer; ids int64 [length], and the number of last ids that are its
+        value.
 
         Args:
             depth: Where the fact stands, 0 = at the beginning, 1 = right before the question.
@@ -215,7 +216,7 @@ class NaturalWriter:
         return row[0].astype(np.int64), int((end[1] == ANSWER).sum())
 
     def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
-        """Each fact is asked for somewhere behind it."""
+        """Each fact is asked for somewhere after it."""
         pieces = []
         for fact in facts:
             asked, said = pick(fact.questions, rng), pick(fact.sentences, rng)
@@ -280,7 +281,7 @@ class NaturalWriter:
 
 
 def end_of_turn(chat: dict[str, str]) -> str:
-    """What the template writes behind an answer before anything of the next turn, such as "<|im_end|>"."""
+    """The template's text between an answer and the next turn, such as "<|im_end|>"."""
     both = (chat["assistant_to_user"], chat["user_to_assistant"])
     shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
     return both[0][:shared].split("\n")[0]

@@ -1,4 +1,4 @@
-"""Retrieval tasks: a fact is hidden in a long filler text and asked for later. For evaluation, and as training data."""
+"""Retrieval tasks: a fact hidden in a long filler text and a question about it, for evaluation and training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from still_export.errors import ConfigError, unknown
 
 VALUE_DIGITS = 6
 ANSWER = -1.0
-"""Stands for the loss weight of an answer's tokens until `Weighing` knows how many answers a row has."""
+"""Placeholder for the loss weight of an answer's tokens until the number of answers is known (`Weighing`)."""
 FEW_ANSWERS = 4
-"""A single answer with the weight of a whole row's would make the gradient of a step that answer's."""
+"""Least number of answers that a row's weight is split into: otherwise a single answer would dominate a step's gradient."""
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 """Names, things and relations that rows speak of."""
 COLOURS, THINGS = DATA["key_colours"].split(), DATA["key_things"].split()
@@ -53,7 +53,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str, others: Iterable[str] = ()) -> Task:
-    """The task `name`; `others` are known, too, and are not looked up here.
+    """The task `name`; `others` are further known names, for the error.
 
     Raises:
         ConfigError: Unknown, with the known ones.
@@ -85,13 +85,13 @@ class Weighing:
             first = answers & ~np.concatenate([[False], answers[:-1]])
             number = np.cumsum(first)[answers] - 1
             size = np.bincount(number)
-            # Above 1: that is how answers are told from other tokens.
+            # Above 1, which distinguishes answers from other tokens.
             weights[answers] = np.maximum(self.share * len(marked) / max(FEW_ANSWERS, len(size)) / size[number], 1.01)
         return weights
 
 
 class TaskWriter:
-    """Writes tasks as token ids of exact length, every piece tokenized for itself.
+    """Writes tasks as token ids of exact length; every piece is tokenized separately.
 
     Args:
         text: Token ids of ordinary text for the filler, [N].
@@ -149,7 +149,7 @@ class TaskWriter:
     def _compose(
         self, task: Task, length: int, pieces: list[tuple[float, np.ndarray]], end: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Filler of the right length with `pieces` at their depths and `end` behind; ids and weights, [2, length]."""
+        """Filler of the right length with `pieces` at their depths, then `end`; ids and weights, [2, length]."""
         room = room_for_filler(length, [*(p for _, p in pieces), end], self._start)
         if task.filler is not None:
             filler = np.resize(np.asarray(self._ids(task.filler), np.int64), room)
@@ -194,7 +194,7 @@ def room_for_filler(length: int, pieces: list[np.ndarray], start: list[int]) -> 
 
 
 def stretch(text: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:
-    """`room` tokens of `text` from a random place, the whole repeated where it is shorter."""
+    """`room` tokens of `text` from a random place; a short text is repeated."""
     if len(text) < room:
         return np.resize(text, room)
     start = int(rng.integers(0, len(text) - room + 1))

@@ -61,7 +61,7 @@ class Corpus:
 
 
 def python_documentation() -> str:
-    """The language reference that comes with Python, 0.7 MB of English with code: what there is without a text of one's own.
+    """Python's language reference, 0.7 MB of English with code: the default text.
 
     Raises:
         DataError: This Python has none.
@@ -166,7 +166,7 @@ class Batches:
         return Batch(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights))
 
     def _row(self, number: int, tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and weights of a row, `number` counting those of its length."""
+        """Ids and weights of row `number` among those of its length."""
         kind = rng.random()
         if kind < self.retrieval:
             if self.natural is not None and rng.random() < self.natural_share:

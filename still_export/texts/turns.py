@@ -1,4 +1,4 @@
-"""What a chat template writes around turns, for training rows that are made of pieces."""
+"""A chat template's text around turns, for training rows made of pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _USER, _ANSWER, _AGAIN = "\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001"
 
 
 def turn_pieces(tokenizer: Any) -> dict[str, str] | None:
-    """The text around the messages of a chat, where the template writes the same around each; else None.
+    """The template's text around messages, if it is the same for all turns; else None.
 
     Returns:
         `start` (before the first user message), `user_to_assistant`, `assistant_to_user`.
