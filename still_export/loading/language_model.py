@@ -1,4 +1,4 @@
-"""One object for a package on every runtime: text and chats in, answers out, states that are kept."""
+"""One object for a package on every runtime: text and chats in, answers out, saved states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Answer, Text, TextAhead
 
 Prompt = str | Sequence[int] | Sequence[Message]
-"""A text to continue, token ids, or the messages of a chat; an assistant's as the last one is continued."""
+"""A text to continue, token ids, or the messages of a chat; if the last is the assistant's, it is continued."""
 Tools = Sequence[Mapping[str, Any]] | None
 Arguments = Mapping[str, Any] | None
 
@@ -60,7 +60,7 @@ class LanguageModel:
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
             self.runner.use_adapter(inputs, adapter_digest(inputs))
-        if self.prefixes is not None:  # its states are of the weights before, and so is its folder
+        if self.prefixes is not None:  # its states, and its folder, are of the old weights
             self.prefixes.close()
             self.prefixes.clear()
             self.prefixes.folder = None
@@ -222,7 +222,7 @@ class LanguageModel:
         return found
 
     def snapshot(self) -> Snapshot:
-        """What was read and answered by the last call; `Snapshot.save` writes it."""
+        """The state after the last call; `Snapshot.save` writes it."""
         said = self._said + (self._last.tokens if self._last else [])
         given = self.runner.feeding.given
         read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
@@ -238,7 +238,7 @@ class LanguageModel:
             snapshot = Snapshot.load(snapshot)
         self._settle()
         if snapshot is not None:
-            snapshot.restore(self.runner)  # what does not fit is said here
+            snapshot.restore(self.runner)  # errors are raised here
         self._begin_with(snapshot)
 
     def _begin_with(self, prefix: Snapshot | None) -> None:
@@ -247,13 +247,13 @@ class LanguageModel:
         self._reader = Reader(self.runner, self.prefixes, prefix)
 
     def _settle(self) -> None:
-        """Keep what the last call left, where it came to its end."""
+        """Cache the state after the last call, if that is complete."""
         if self._last is not None and self._last.whole:
             self._reader.end(self._said + self._last.tokens)
         self._last = None
 
     def _ids(self, prompt: Prompt, tools: Tools = None, arguments: Arguments = None) -> list[int]:
-        """Token ids of a prompt behind the prefix."""
+        """Token ids of a prompt after the prefix."""
         place = "text" if self._prefix is None else self._prefix.place
         if isinstance(prompt, str):
             return self.text.encode(prompt, special=self._prefix is None)
@@ -264,7 +264,7 @@ class LanguageModel:
         return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
 
     def _begin(self, ids: list[int], progress: Progress | None) -> tuple[int, Progress]:
-        """Put the runner behind the prefix, and what is known behind it, as `Reader.begin`; the ids to read are `_said`."""
+        """Restore the longest known prefix of a prompt (see `Reader.begin`); the ids to read are `_said`."""
         self._settle()
         self._said = [*(self._prefix.unread if self._prefix else ()), *ids]
         return self._reader.begin(self._said, progress)

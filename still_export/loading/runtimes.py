@@ -1,4 +1,4 @@
-"""Every runtime, in one list. A target names its runtime; the record here has what opens packages. Everything else asks the record."""
+"""All runtimes, in one list. A target names its runtime; its record here opens packages. Everything else reads the record."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def open_ort(asked: Opening) -> Runner:
 
 
 def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
-    """The graph with the first output, int32, of each node that is asked for and the tensors that are, and the names of both."""
+    """(graph with the first output, as int32, of each watched node and the requested tensors as outputs, their names)."""
     import onnx
 
     from still_export.graph.weights_file import resolve_weights
@@ -90,7 +90,7 @@ def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
     resolve_weights(model, path)
     names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
-    # Of what type these are ONNX Runtime finds: Mamba's residual is float32 in half precision.
+    # ONNX Runtime infers their types: Mamba's residual is float32 in half precision.
     model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in asked.tensors)
     return (_weights_first(model) if _unpacks(asked) else model).SerializeToString(), [*names, *asked.tensors]
 
@@ -103,8 +103,12 @@ def _unpacks(asked: Opening) -> bool:
 
 
 def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph without functions, nodes that read weights alone in front. Of a product's sides ONNX Runtime computes the one that stands
-    further behind first. So it unpacks each weight right before its product, and not all of them, 4 bytes a parameter, before the first."""
+    """The graph without functions, nodes that read only weights first.
+
+    ONNX Runtime computes the later of a product's inputs first. In this order it unpacks each weight right before its product, instead
+    of all
+    of them (4 bytes a parameter) before the first.
+    """
     from onnx.inliner import inline_local_functions
 
     whole = inline_local_functions(model)
@@ -121,7 +125,7 @@ def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def repeat_ort(asked: Opening) -> list[str]:
-    """Polygraphy's command. It loads no custom op library: it runs the bodies."""
+    """Polygraphy's command. It runs the bodies, because polygraphy loads no custom op library."""
     providers = ["--providers", "cuda"] if asked.provider == "cuda" else []
     return ["polygraphy", "run", str(asked.folder / MODEL), "--onnxrt", *providers]
 
@@ -136,7 +140,7 @@ def open_trt(asked: Opening) -> Runner:
 def repeat_trt(asked: Opening) -> list[str]:
     entry = asked.manifest["engines"][0]
     library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
-    # Polygraphy only opens libraries: the variant that registers itself.
+    # Polygraphy only opens libraries, so it needs the variant that registers itself.
     itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
     engine = ["polygraphy", "run", str(asked.folder / entry["file"]), "--model-type", "engine", "--trt"]
     return [*engine, "--plugins", str(itself)]

@@ -1,4 +1,4 @@
-"""The PyTorch reference as a runner, and as a function of named arrays in the names of the exported graph."""
+"""The PyTorch reference as a runner, and as a function of named arrays with the exported graph's names."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TorchModel(Runner):
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         for i, layer in enumerate(self._states):
             for name, tensor in layer.items():
-                layer[name] = tensor.clone()  # what a call returned may be a view
+                layer[name] = tensor.clone()  # a returned array may be a view
                 layer[name][sequence] = 0
                 if (given := arrays.get(f"{name}.{i}")) is not None:
                     layer[name][sequence][tuple(slice(0, n) for n in given.shape[1:])] = torch.from_numpy(
