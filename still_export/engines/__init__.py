@@ -1,1 +1,1 @@
-"""The build verb: engines of packages whose target has some, with the TensorRT of this machine."""
+"""The build verb: engines of packages, built with this machine's TensorRT."""

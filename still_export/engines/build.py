@@ -33,7 +33,7 @@ EXPORTED = "as exported"
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Overrides of what the export recorded; None keeps it. Every field is a flag of `still-export build`."""
+    """Options that override the export's; None: unchanged. Every field is a flag of `still-export build`."""
 
     plugin: Path | None = option(None, "Plugin library in the place of the package's.")
     batch: int | None = option(None, "Most sequences at once.", shown=EXPORTED)
@@ -97,7 +97,7 @@ def _builder_class(module: Any, trt: TrtOptions) -> type[EngineBuilder]:
 
 @contextlib.contextmanager
 def _kept(package: Package) -> Iterator[None]:
-    """Keep manifest and engines while others are built, and put them back where those are wrong."""
+    """Save manifest and engines while others are built, and restore them if those are wrong."""
     folder, engines = package.path / BEFORE, [entry["file"] for entry in package.manifest["engines"]]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -119,14 +119,14 @@ def _kept(package: Package) -> Iterator[None]:
 
 
 def discard_staged(package: Path) -> None:
-    """Remove what a build that is ended in its midst leaves beside the package's files."""
+    """Remove files that an interrupted build left next to the package's."""
     shutil.rmtree(package / BEFORE, ignore_errors=True)
     for part in package.glob(".*.part"):
         part.unlink(missing_ok=True)
 
 
 def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
-    """Raise unless the engine runs here, where it was built, and every row is what it is alone."""
+    """Raise unless the engine runs here and computes every row of a batch as it does alone."""
     try:
         model = TrtModel(path, plugin)
         for rows in {min(2, batch), batch}:
@@ -166,7 +166,7 @@ def has_gpu() -> bool:
 
 
 def reopen(path: Path) -> Package:
-    """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
+    """The package at `path` with unchecked hashes: a build reads the graph, which TensorRT checks."""
     if not (path / MANIFEST).is_file():
         raise PackageError(
             f"{path} has no {MANIFEST}: it is no exported package. Make one: still-export MODEL --to trt -o PACKAGE"

@@ -34,7 +34,7 @@ LOG, TIMING_CACHE = "build.log", "timing.cache"
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """A library that the runner refuses is an error of the build."""
+    """Turn a library that the runner refuses into a build error."""
     try:
         yield
     except TrtError as error:
@@ -57,7 +57,7 @@ class EngineBuilder:
         self.log.close()
 
     def fail(self, what: str) -> BuildError:
-        """An error that carries TensorRT's last words."""
+        """An error with TensorRT's last messages."""
         said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
         if any("memory" in error.lower() for error in self.errors):
@@ -84,7 +84,7 @@ class EngineBuilder:
         )
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
-        """Build, check and write the engine; its manifest entry."""
+        """Build, check and write the engine; returns its manifest entry."""
         self._prepare(plugin)
         start = time.monotonic()
         plan = self._plan()
@@ -120,7 +120,7 @@ class EngineBuilder:
             self.plugin = load_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
 
     def _check_kernels(self, plugin: Path | None) -> None:
-        """Raise where the library has no kernels of an op that run on this GPU: TensorRT would say so after minutes, in its words."""
+        """Raise if the library lacks kernels for this GPU; TensorRT would only report it after minutes."""
         with _refusals():
             library = find_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
         kernels, device = kernels_in(library) or {}, self.driver.architecture
@@ -133,8 +133,8 @@ class EngineBuilder:
                 )
 
     def _plan(self) -> Any:
-        """The serialized engine; the network and its weights are gone when this returns."""
-        cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
+        """The serialized engine. Network and weights are freed at the end."""
+        cache = None  # named first, so freed first: 8.6 crashes if it outlives builder and logger
         module = self.module
         self.say("starting TensorRT")
         builder = module.Builder(self.logger)
@@ -172,7 +172,7 @@ class EngineBuilder:
                 raise BuildError(
                     f"TensorRT {module.__version__} cannot strip weights; it came with 10.0. Export without --strip-weights."
                 )
-            # Refitted with the very weights of the build: no optimization is given up.
+            # Refitted with the weights of the build, so no optimization is lost.
             config.set_flag(flags.STRIP_PLAN)
             config.set_flag(flags.REFIT_IDENTICAL)
         if trt.version_compatible:
@@ -189,16 +189,16 @@ class EngineBuilder:
     def _set_device(self, config: Any) -> None:
         """Settings for the GPU that runs the engine."""
         if self.package.manifest["model"]["dtype"] == "float32":
-            config.clear_flag(self.module.BuilderFlag.TF32)  # float32 is asked for, not 10 bits of it
+            config.clear_flag(self.module.BuilderFlag.TF32)  # float32 means all bits, not TF32's 10
         config.builder_optimization_level = self.trt.optimization_level
         if self.trt.version_compatible:
             config.plugins_to_serialize = [str(self.plugin.resolve())]
 
     def _adjust(self, network: Any) -> None:
-        """Change the parsed network; the graph's types are those of the layers."""
+        """Change the parsed network; its types are the graph's."""
 
     def _timing_cache(self, config: Any) -> Any:
-        """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
+        """Load timings of an earlier build; those of another GPU or TensorRT are dropped."""
         path = self.package.path / TIMING_CACHE
         cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
         if cache is None or not config.set_timing_cache(cache, False):
@@ -209,7 +209,7 @@ class EngineBuilder:
         return cache
 
     def _rows(self) -> dict[str, int]:
-        """Most rows of the states that grow; at least one, because dimensions of length 0 crash some versions."""
+        """Most rows of growing states; at least one, because dimensions of length 0 crash some versions."""
         table = StateTable.of(self.package.manifest)
         return table.rows(table.capacity_tokens, least=1)
 
@@ -243,7 +243,7 @@ class EngineBuilder:
             yield profile
 
     def _check_plugin_layers(self, plan: Any) -> None:
-        """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""
+        """Raise unless every still node became a plugin layer: the parser silently uses a function instead."""
         wanted = self.package.manifest["plugin_layers"]
         if not wanted:
             return

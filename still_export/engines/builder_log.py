@@ -1,4 +1,4 @@
-"""What TensorRT's builder says and how far it is: its log in a file, its progress as steps."""
+"""TensorRT's build log in a file, and its progress as steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Progress = Callable[[str], None]
 
 
 def file_logger(module: Any, log: IO[str], errors: list[str]) -> Any:
-    """A logger of TensorRT's `module` that writes all but the most verbose to `log` and keeps errors in `errors`."""
+    """A logger of TensorRT's `module` that writes all but verbose messages to `log` and collects `errors`."""
 
     class FileLogger(module.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -28,7 +28,7 @@ def file_logger(module: Any, log: IO[str], errors: list[str]) -> Any:
 
 
 def progress_monitor(module: Any, say: Progress) -> Any:
-    """A progress monitor of TensorRT's `module` that tells the outermost phase and its step."""
+    """A progress monitor of TensorRT's `module` that reports the outermost phase and its step."""
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

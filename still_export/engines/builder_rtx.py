@@ -1,4 +1,4 @@
-"""What TensorRT-RTX does otherwise than TensorRT: it builds for named GPUs on any machine, without plugins and timings."""
+"""TensorRT-RTX's differences: it builds for named GPUs on any machine, without plugins and timings."""
 
 from __future__ import annotations
 

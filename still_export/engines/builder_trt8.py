@@ -1,4 +1,4 @@
-"""What TensorRT 8.6 needs beside what builder.py does for later versions."""
+"""TensorRT 8.6's differences from later versions, for which builder.py is written."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Trt8Builder(EngineBuilder):
         if self.package.manifest["model"]["dtype"] == "float16":
             config.set_flag(flags.FP16)
             config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
-        config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        config.set_tactic_sources(0)  # cuBLAS and cuDNN do not help these graphs, and may be missing
 
     def _adjust(self, network: Any) -> None:
-        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
+        """Constrain every layer to the graph's types: before 10 they are hints, and norms would run in half precision.
 
-        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
+        The parsed network does not know the types of inner tensors, so the package lists those of the graph.
         """
         module, types = self.module, self.package.manifest["value_types"]
         kinds = {"float32": module.float32, "float16": module.float16}

@@ -1,4 +1,4 @@
-"""Does an engine compute every row of a batch as it computes that row alone? TensorRT 8.6 has built engines that do not."""
+"""Check that an engine computes every row of a batch as it does alone; TensorRT 8.6 has built engines that do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class WrongEngineError(TrtError):
-    """An engine that does not compute what it was built from."""
+    """An engine that computes wrong numbers."""
 
 
 def check_rows(model: Any, batch: int, context: int = 0) -> float:
