@@ -1,1 +1,1 @@
-"""What folders of models and adapters hold, by their small files and the heads of their large ones. Without torch and transformers."""
+"""Describe model and adapter folders by small files and headers of large ones, without torch and transformers."""

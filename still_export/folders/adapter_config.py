@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT, by a list of what is understood: everything else that is set is refused by name."""
+"""PEFT's adapter_config.json: only known settings are accepted; others are refused by name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ INERT = frozenset(
         *("bias", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "runtime_config"),
     )
 )
-"""Fields that change no weight: what was trained, and how; the adapter's tensors say which weights there are."""
+"""Settings that change no weight: what was trained, and how; the tensors show which weights are adapted."""
 UNDERSTOOD = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "still_config")
 )
 MERGE = "Where PEFT can merge the adapter into its base (merge_and_unload), take the merged model."
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base as it is; others subtract from it what the pair began with."""
+"""Values of init_lora_weights that leave the base unchanged; others subtract the pair's initial product."""
 
 
 DEFAULTS = {"r": 8, "lora_alpha": 8}
-"""Of PEFT."""
+"""PEFT's defaults."""
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def lora_scale(adapter: Mapping[str, Any], module: str, rank: int) -> float:
-    """What the pair of a module is multiplied with; the pair says its rank, which `rank_pattern` may have set."""
+    """The factor of a module's pair. The pair has the rank, which `rank_pattern` may change."""
     patterns = adapter.get("alpha_pattern") or {}
     found = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = float(adapter["lora_alpha"] if found is None else found)

@@ -1,4 +1,4 @@
-"""What was understood of an adapter, in few lines, and which files of a folder nothing reads."""
+"""A short description of an adapter, and of files that nothing reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How few bits the weights of a folder have, by `quantization_config` and the heads of its tensors."""
+"""Bits of a folder's weights, from `quantization_config` and the headers of its tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OF_CODES = (
     *(f".weight_{name}" for name in ("scale", "scale_inv", "scale_2", "zero_point", "shape", "g_idx", "global_scale")),
     *(".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".output_scale"),
 )
-"""Ends of names of what belongs to codes."""
+"""Suffixes of tensors that belong to codes."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """How few bits the weights of a folder have, by `quantization_config`."""
+    """The quantization of a folder, from `quantization_config`."""
 
     config: Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class Codes:
 
     @property
     def bits(self) -> int:
-        """Of most codes."""
+        """The commonest number of bits."""
         config = self.config
         found = config.get("bits") or config.get("w_bit") or (4 if config.get("load_in_4bit") else 0)
         for group in (config.get("config_groups") or {}).values():
@@ -54,7 +54,7 @@ class Codes:
         return f", groups of {size}" if isinstance(size, int) and size > 0 else ""
 
     def of(self, name: str, head: Head, names: Mapping[str, Head]) -> tuple[str, int]:
-        """The type of a tensor in words, and the weights that it has."""
+        """(type of a tensor in words, number of its weights)."""
         if head.dtype in ("I32", "U8", "I8") and self.method:
             bits = self.bits or (8 if head.dtype == "I8" else 4)
             held = {"I32": 32, "U8": 8, "I8": 8}[head.dtype]
@@ -64,7 +64,7 @@ class Codes:
         return (f"{kind} ({self.method})" if scaled and self.method else kind), head.numbers
 
     def counted(self, heads: Mapping[str, Head]) -> Iterator[tuple[str, Head, str, int]]:
-        """Name, head, type in words and numbers of each weight; what belongs to codes is left out."""
+        """(name, header, type in words, number of weights) of each weight; tensors that belong to codes are skipped."""
         for name, head in heads.items():
             if not name.endswith(_OF_CODES) and ".weight." not in name:
                 yield name, head, *self.of(name, head, heads)

@@ -1,4 +1,4 @@
-"""What was understood of a model's or an adapter's folder, in few lines: from its small files and the heads of its weights."""
+"""A short description of a model's or adapter's folder, from small files and headers of its weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _purpose(name: str, config: Mapping[str, Any]) -> str:
-    """What a tensor is for that is none of the language model's; "": it is."""
+    """Purpose of a tensor outside the language model; "": it is inside."""
     for begin, what in NOT_LANGUAGE.items():
         if name.startswith(begin):
             return what
@@ -129,7 +129,7 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
         read = Tokenizer.from_file(str(path))
     except StillExportError as error:
         return f"not read: {error}"
-    except BaseException as error:  # the library panics beside Exception
+    except BaseException as error:  # the library panics outside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return f"not read: {path.name}: {' '.join(str(error).split())}"

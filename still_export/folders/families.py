@@ -54,7 +54,7 @@ LINEAR = (
         "hypenet",
     ),
 )
-"""Families whose layers are linear, but those of systems; they are exported as they are."""
+"""Families with linear layers, except those of systems; they are exported as they are."""
 TEXT_OF = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -62,7 +62,7 @@ TEXT_OF = {
     "lfm3_vl": "lfm3",
     "gemma3": "gemma3_text",
 }
-"""Models of text and images, and the model_type of their language model."""
+"""Models of text and images, with the model_type of their language model."""
 _SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
@@ -86,9 +86,9 @@ NOT_COVERED = {
         ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
     ),
 }
-"""Linear families that are refused, and why."""
+"""Refused linear families, and why."""
 NEWER = ("lara_mini",)
-"""Those of them that are read where transformers is new enough, which its classes say."""
+"""Those of them that are supported if transformers is new enough to have their classes."""
 _SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
 """Fields that they repeat."""
 
@@ -113,14 +113,14 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} is {own} in config.json of {folder} and {other} in {beside}. Fix one of them."
             )
     whole = {**config, **{name: value for name, value in said.items() if value is not None}}
-    if beside == "hybrid_config.json":  # positions of latents are not the base's
+    if beside == "hybrid_config.json":  # latents have other positions than the base
         whole |= {"model_type": ZEBRA, "rope_scaling": said.get("rope_scaling"), "rope_parameters": None}
         softmax = whole.get("mla_layers")
     elif beside or kind in IN_LLAMA:
         second = "ngroups" in (whole.get("ssm_cfg") or {}) if beside else kind == IN_LLAMA[1]
         whole["model_type"] = IN_LLAMA[second]
         if not beside:
-            whole.setdefault("d_inner", whole.get("hidden_size"))  # as Qwerky's code has it
+            whole.setdefault("d_inner", whole.get("hidden_size"))  # as in Qwerky's code
         softmax = whole.get("attn_layers")
     else:
         return whole
@@ -141,6 +141,6 @@ NOT_LANGUAGE = {
     "vision_tower.": IMAGES,
     "multi_modal_projector.": IMAGES,
 }
-"""Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
+"""Prefixes of tensors outside the language model, and their purpose. transformers skips them, too."""
 AHEAD_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields of configurations whose last layers guess tokens ahead."""
+"""Fields of configurations whose last layers are an MTP head."""

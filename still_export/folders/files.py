@@ -1,4 +1,4 @@
-"""The JSON files of models and adapters, checked by type and range before anything is made of them."""
+"""JSON files of models and adapters, checked by type and range before use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Generation(Record):
 
 
 class Rope(Record):
-    """Rotary embedding, as rope_parameters or rope_scaling; its variants are the family's to refuse."""
+    """Rotary embedding (rope_parameters or rope_scaling); families refuse variants that they lack."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -44,7 +44,7 @@ class Rope(Record):
 
 
 class Config(Generation):
-    """config.json: what the covered families read; what a family leaves out has its default."""
+    """config.json: fields that the covered families read; missing ones have the family's defaults."""
 
     model_type: Annotated[str, Field(min_length=1)]
     hidden_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
@@ -120,7 +120,7 @@ class Adapter(Record):
 
 
 class AddedToken(Record):
-    """A token that the vocabulary proper does not have."""
+    """A token outside the vocabulary proper."""
 
     id: Whole
     content: str

@@ -1,4 +1,4 @@
-"""What was understood of a GGUF file, in few lines."""
+"""A short description of a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT = {*BLOCKS, *FORMS}
 
 
 def quantize_policy(file: Container) -> str | None:
-    """The policy of --quantize that keeps most of a file's blocks: by the bits that most of its numbers have; None: they are floats."""
+    """The --quantize policy that keeps most of a file's blocks, by the commonest number of bits; None: floats."""
     counts: Counter[int] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -48,7 +48,7 @@ def describe_gguf(path: Path) -> dict[str, str]:
 
 
 def _demand_places(view: View, architecture: Architecture) -> None:
-    """Raise UnsupportedModelError where a tensor has no place in the family."""
+    """Raise UnsupportedModelError if a tensor has no place in the family."""
     owned = {*architecture.split, *(part for parts in architecture.joined.values() for part in parts)}
     for name in view.file.tensors:
         prefix, part = place(view, name, architecture.stem)

@@ -1,4 +1,4 @@
-"""Where a model is, and whether its small files are those of a model: asked before torch is imported, which takes seconds."""
+"""Locate a model and check its small files, before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
 
 
 def _meant(source: str) -> str:
-    """A question for the folder here whose path is nearly `source`, if there is one."""
+    """ "Did you mean ...?" for a folder whose path is similar to `source`, or ""."""
     paths: list[str] = []
     with contextlib.suppress(OSError):
         for folder in filter(Path.is_dir, Path().iterdir()):
@@ -81,7 +81,7 @@ def check_model(source: str | Path, revision: str | None = None, here: bool = Tr
 
 
 def check_overlay(source: str | Path) -> None:
-    """Raise where an adapter's configuration is damaged or not understood; one of the hub is left to the readers."""
+    """Raise if an adapter's configuration is damaged or unsupported; hub ids are left to the readers."""
     path = local(source)
     if path is None:
         return
@@ -93,7 +93,7 @@ def check_overlay(source: str | Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ModelNotFoundError where a file is no GGUF file by its name."""
+    """Raise ModelNotFoundError unless a file's name is a GGUF file's."""
     if path.suffix != ".gguf":
         raise ModelNotFoundError(f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file.")
 
@@ -116,14 +116,16 @@ def check_folder(folder: Path) -> None:
 
 
 def is_known(model_type: str) -> bool:
-    """Whether it is known without torch that the family is read: the project's own, and those that systems name in MODEL_TYPES."""
+    """Whether the family is known to be supported, without torch: the project's own, and those that systems list in MODEL_TYPES."""
     own = (name for types in _types_of_systems() for name in types or ())
     return model_type.removeprefix("still_") in (*SOFTMAX, *LINEAR, *TEXT_OF, "still", *own)
 
 
 def check_family(model_type: str) -> None:
-    """Raise UnsupportedModelError where no family has `model_type`; what is left to the readers: families of newer
-    versions of transformers, and where a system has families and does not name them."""
+    """Raise UnsupportedModelError if no family has `model_type`.
+
+    Left to the readers: families of newer versions of transformers, and systems that do not list their families.
+    """
     name = model_type.removeprefix("still_")
     undecided = name in NEWER or (None in _types_of_systems() and name not in NOT_COVERED)
     if not undecided and not is_known(model_type):
@@ -131,7 +133,7 @@ def check_family(model_type: str) -> None:
 
 
 def not_covered(model_type: str, softmax: Iterable[str], linear: Iterable[str]) -> UnsupportedModelError:
-    """The error for a family that is none of `softmax` and `linear` ones."""
+    """The error for a family outside `softmax` and `linear` ones."""
     why = NOT_COVERED.get(model_type.removeprefix("still_"))
     what = "is no family that STILL attention is written for" if why is None else f"is not covered: {why}"
     return UnsupportedModelError(

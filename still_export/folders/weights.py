@@ -15,7 +15,7 @@ from still_export.folders.files import read_json
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
-"""Values of quant_method that are read."""
+"""Supported values of quant_method."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names; their tensors are those that it names, each in one of them."""
+    """The files in an index; each contains exactly the tensors that the index lists for it."""
     shards, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
@@ -83,7 +83,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; CheckpointError where it is damaged."""
+    """Names of the tensors in a safetensors file; raises CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="np") as file:
             return list(file.keys())
@@ -108,7 +108,7 @@ def damaged(path: Path, error: Exception) -> CheckpointError:
 
 @dataclass(frozen=True)
 class Head:
-    """What the head of a safetensors file says of a tensor."""
+    """A tensor's entry in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Head:
 
 
 def heads_of(files: Iterable[Path]) -> dict[str, Head]:
-    """Tensors of safetensors files by name.
+    """Tensors' headers in safetensors files, by name.
 
     Raises:
         CheckpointError: A file is damaged.

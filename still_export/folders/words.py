@@ -1,4 +1,4 @@
-"""Sentences that descriptions of GGUF files and of folders share."""
+"""Sentences shared by descriptions of GGUF files and folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layers_of(count: int, kinds: Iterable[str]) -> str:
 
 
 def template_of(templates: Mapping[str, str]) -> str:
-    """Chat templates by name, and which of the usual arguments they name."""
+    """Chat templates by name, and the usual arguments that they use."""
     if not templates:
         return "none, so that there are no chats"
     said = []
