@@ -49,7 +49,7 @@ class SoftmaxAttention(ProjectedAttention):
         return output
 
     def _attend(self, inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        # The op is one node for export and has no derivative; training calls the kernel itself, which has one.
         training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return fastest_attention(inputs, state, in_place=in_place and not training)

@@ -1,4 +1,4 @@
-"""StillAttention: takes the place of a family's self-attention module and keeps its projections."""
+"""StillAttention replaces a family's self-attention module and uses its projections."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OPEN_GATE_BIAS = 8.0
 
 
 class HybridOpModule(ProjectedAttention):
-    """Calls still::HybridAttention on what a cache holds."""
+    """Calls still::HybridAttention on a cache's state."""
 
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
         super().__init__(base, config.head_dim)
         self.still = config
         self.watch: Watch | None = None
-        """Told what a call selects, and may replace it."""
+        """Called with a call's selection; may replace it."""
 
     @property
     def selects(self) -> bool:
@@ -41,12 +41,12 @@ class HybridOpModule(ProjectedAttention):
 
     @property
     def constants(self) -> dict[str, Sequence[float]]:
-        """By name, inputs of the op that are the configuration's, [H]: constants of a graph, in which layers of a kind differ."""
+        """Inputs of the op that are configuration constants [H], by name; layers of a kind differ in them."""
         factor = self.still.window_factor
         return {} if factor is None else {"window_factor": factor}
 
     def attend(self, tensors: Sequence[Tensor | None], past_key_values: Any) -> Tensor:
-        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in.
+        """Attention [B, T, H, D] of new tokens to themselves and the cache, which is updated.
 
         Args:
             tensors: Query, key and value after norm and RoPE, gate or None, the two feature weights.
@@ -82,7 +82,7 @@ class HybridOpModule(ProjectedAttention):
         return output
 
     def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        # The op is one node for export and has no derivative; training calls the kernel itself, which has one.
         if self.watch is not None:
             inputs = replace(inputs, window_factor=inputs.factor(self.still))
             return chunked_hybrid_attention(inputs, self.still, state, self.watch)
@@ -93,7 +93,7 @@ class HybridOpModule(ProjectedAttention):
 
 
 class StillAttention(HybridOpModule):
-    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces."""
+    """Hybrid attention with the projections, and query and key norms, of the replaced module."""
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
         "g_proj.weight": GATE,
