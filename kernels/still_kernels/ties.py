@@ -39,10 +39,8 @@ class Choices:
     """Counts of a runtime's choices.
 
     compared: All. near_ties: Different at a near tie. wrong: Different without a tie. widest: The largest lead of a different choice,
-    relative
-    to a tie. expected: Choices that rounding turns in a correct runtime; a figure, because the processor decides which. unreported:
-    Tokens
-    with a near tie that the runtime does not report.
+    relative to a tie. expected: Choices that rounding turns in a correct runtime; a figure, because the processor decides which.
+    unreported: Tokens with a near tie that the runtime does not report.
     """
 
     compared: int = 0

@@ -68,8 +68,7 @@ def end_at_lost_pages() -> None:
 def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseException]) -> Callable[..., None]:
     """`progress` of a training (stage, steps done, steps in all, measurements) that stops it after the current step on Ctrl-C or SIGTERM.
 
-    It raises `stop` after the step, with a checkpoint. A second signal ends the process at once, as does one before the first step or
-    after
+    It raises `stop` after the step, with a checkpoint. A second signal ends the process at once, as does one before the first step or after
     the last.
     """
     before: dict[signal.Signals, object] = {}

@@ -46,8 +46,7 @@ class TracedModel:
 def tracing() -> Iterator[None]:
     """Without gradients, with few garbage collections, and without parts of a trace that no exporter reads.
 
-    Those are stack traces, memory layouts, gradient switches with their subgraphs, and torch's cache of shape operations, which costs
-    more
+    Those are stack traces, memory layouts, gradient switches with their subgraphs, and torch's cache of shape operations, which costs more
     than it saves.
     """
     from torch._dynamo import config

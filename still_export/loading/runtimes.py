@@ -105,9 +105,8 @@ def _unpacks(asked: Opening) -> bool:
 def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
     """The graph without functions, nodes that read only weights first.
 
-    ONNX Runtime computes the later of a product's inputs first. In this order it unpacks each weight right before its product, instead
-    of all
-    of them (4 bytes a parameter) before the first.
+    ONNX Runtime computes the later of a product's inputs first. In this order it unpacks each weight right before its product, instead of
+    all of them (4 bytes a parameter) before the first.
     """
     from onnx.inliner import inline_local_functions
 

@@ -257,9 +257,8 @@ class StillModelMixin:
         return attention_mask
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Drops position_ids (transformers continues after the padding, the cache after the tokens) and a decode step's mask: each sequence
-        has one
-        new token, and reading the mask would synchronize with the GPU."""
+        """Drops position_ids (transformers continues after the padding, the cache after the tokens) and a decode step's mask: each
+        sequence has one new token, and reading the mask would synchronize with the GPU."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
         ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)

@@ -138,8 +138,7 @@ class AdapterPlace(Record):
 
 class Calibration(Record):
     """Text used for calibration, in tokens. With a budget (relative loss in bits per byte): the loss on held-out text, the loss with at
-    most 4
-    bits, and the weights that got 8 bits."""
+    most 4 bits, and the weights that got 8 bits."""
 
     tokens: Count
     budget: Annotated[float, Field(ge=0)] | None = None

@@ -173,8 +173,7 @@ def _without_padding(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Two errors of each row of an output, [2, ...] of [..., D].
 
-    A row is a token's logits, a slot of a head, or a feature of a linear state; counts [B] are rows of one number. The first error is
-    the
+    A row is a token's logits, a slot of a head, or a feature of a linear state; counts [B] are rows of one number. The first error is the
     largest of the row's numbers. The second is the component along the row, which shows a wrong factor. NaN: both sides are all zeros.
     Infinity: one side is not finite.
     """

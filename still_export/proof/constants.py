@@ -11,8 +11,7 @@ USELESS = 1.0
 that token's logits. Own runs that round activations to 8 bits reach 0.2."""
 ALIKE = 0.9
 """Least cosine, and least ratio of sizes, between what a layer outputs in PyTorch and in the graph, if the right tensors were found. A
-fault
-that exceeds it also moves the logits."""
+fault that exceeds it also moves the logits."""
 
 # --- which cases are judged by layer ---
 SOME = (16, 330)

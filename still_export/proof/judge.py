@@ -162,18 +162,16 @@ class Bounds:
     def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
         """PyTorch's row errors [2, ...], raised to what chance allows.
 
-        Along a row, PyTorch's error may be small by chance: features that it normalizes in float32 sum to a constant. So the second
-        error is at
-        least what the largest error makes of it for random errors; by layer for logits too, whose errors come from one hidden state.
+        Along a row, PyTorch's error may be small by chance: features that it normalizes in float32 sum to a constant. So the second error
+        is at least what the largest error makes of it for random errors; by layer for logits too, whose errors come from one hidden state.
         """
         if not self.half or (output == LOGITS and not self.sharp):
             return errors
         return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
 
     def _usual(self, output: str, case: Case) -> np.ndarray:
-        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger. In half precision
-        see
-        `tail`."""
+        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger. In half
+        precision see `tail`."""
         if output == LOGITS or output in self.tail:
             return self.usual[output]
         own = [call[output].reshape(2, -1) for call in case.own if output in call]

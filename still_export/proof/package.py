@@ -387,9 +387,8 @@ class _Proof:
         return Subject(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
 
     def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        """Calls with PyTorch's answers, with an adapter's `pairs` added to the weights. The package's files are compared with their hashes
-        in
-        another thread while PyTorch loads."""
+        """Calls with PyTorch's answers, with an adapter's `pairs` added to the weights. The package's files are compared with their
+        hashes in another thread while PyTorch loads."""
         with ThreadPoolExecutor(1) as pool:
             whole = pool.submit(open_package, self.package.path) if self._read else None
             try:

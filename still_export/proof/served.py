@@ -166,9 +166,8 @@ class Compared:
 
 
 def compare(answer: Answer, chosen: np.ndarray, best: np.ndarray, bound: Bound, count: int | None = None) -> Compared:
-    """Compare the first `count` tokens of an answer (None: all). `chosen` and `best` [n] are PyTorch's log-probabilities of its tokens and
-    of
-    the likeliest ones."""
+    """Compare the first `count` tokens of an answer (None: all). `chosen` and `best` [n] are PyTorch's log-probabilities of its tokens
+    and of the likeliest ones."""
     errors, behind = np.abs(chosen - np.array(answer.logprobs))[:count], (best - chosen)[:count]
     if not errors.size:
         return Compared(0.0, 0.0, 0, True)
@@ -302,8 +301,7 @@ class ServedVerifier:
 
     def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
         """Random prompts that end near chunk ends or anywhere and arrive a few steps apart; with prefix caching, of any length, and
-        beginning with
-        any part of shared texts."""
+        beginning with any part of shared texts."""
         made: list[Request] = []
         step = 0
         texts: Any = (

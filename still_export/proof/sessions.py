@@ -230,8 +230,7 @@ class Subject:
     @property
     def coarse(self) -> float:
         """Factor of the bounds for the kind of runtime: GPU kernels that sum in half precision err two to three times as far, CPUs no
-        further than
-        PyTorch."""
+        further than PyTorch."""
         return 1.5 if self.record.engines or self.provider == "cuda" else 1.0
 
     @contextlib.contextmanager

@@ -62,9 +62,8 @@ class TorchCases:
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource. A second run uses routers' choices (the first run shows the layers) and selected keys of unsure tokens, for the
-        cases
-        that need it."""
+        """Like CaseSource. A second run uses routers' choices (the first run shows the layers) and selected keys of unsure tokens, for
+        the cases that need it."""
         decisions = {number: follow.get(number, Decisions()) for number in numbers}
         drafts = [self._followed(number, decisions[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
@@ -81,9 +80,8 @@ class TorchCases:
         return cases
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """Cases in which every layer reads the subject's own hidden states (`present_hidden.<layer>` in `answers`), so that outputs differ
-        by one
-        layer's rounding."""
+        """Cases in which every layer reads the subject's own hidden states (`present_hidden.<layer>` in `answers`), so that outputs
+        differ by one layer's rounding."""
         drafts = []
         for number, answer in answers.items():
             draft = self._followed(number, answer.decisions)
@@ -213,9 +211,8 @@ class _Asked:
 
 
 class _Meanings:
-    """Resolves selected keys to tokens. PyTorch's own run decides: a token with huge activations has keys in half precision that are as far
-    from
-    the reference's as another token's, alike in both half-precision runs."""
+    """Resolves selected keys to tokens. PyTorch's own run decides: a token with huge activations has keys in half precision that are as
+    far from the reference's as another token's, alike in both half-precision runs."""
 
     def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
         self.chains = [draft.chain for draft in drafts]

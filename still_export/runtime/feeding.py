@@ -40,8 +40,7 @@ class Feeding:
 
     def fed(self, tokens: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Tokens to feed for `tokens` [.., T] of a text after `length` tokens, and for each of the T the index of the logits after it:
-        those of an
-        inserted token, if one follows."""
+        those of an inserted token, if one follows."""
         places = np.arange(tokens.shape[-1])
         if not self.every:
             return tokens, places

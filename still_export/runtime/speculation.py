@@ -125,9 +125,8 @@ class Lookup:
 class Speculation:
     """When a model's steps have guesses, how many, and what they gained.
 
-    It measures both kinds of steps while running and picks the number of guesses (a power of two) that is fastest, given how often
-    guesses as
-    sure as this one were accepted; none if a plain step is as fast.
+    It measures both kinds of steps while running and picks the number of guesses (a power of two) that is fastest, given how often guesses
+    as sure as this one were accepted; none if a plain step is as fast.
 
     Args:
         most: Most guesses of a step.
@@ -191,9 +190,8 @@ class Speculation:
     def _time(self, sequences: int, guesses: int) -> float:
         """Time of a step; for an unmeasured kind, derived from the next larger or smaller one.
 
-        Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be
-        measured, nor
-        again after a slow moment.
+        Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be measured,
+        nor again after a slow moment.
         """
         if measured := self._times.get((sequences, guesses)):
             return median(measured)

@@ -262,9 +262,8 @@ class Rounding:
             self.made[name] = quantize(self.base(name).cpu(), 4, self.asked.block_size, self.asked.layout.zero_points)
 
     def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
-        """Make GPTQ codes for all weights except `wide` (8 bits), each right before the model multiplies with it, on activations of `rows`
-        computed
-        with the codes before."""
+        """Make GPTQ codes for all weights except `wide` (8 bits), each right before the model multiplies with it, on activations of
+        `rows` computed with the codes before."""
         done = set(wide)
         for name in wide:
             self._give(name, 8)

@@ -1,9 +1,8 @@
 """Products with quantized weights, for three hosts: ONNX Runtime's own node, a standard node that dequantizes, this project's kernels.
 
-Weights that multiply the same value in blocks of one kind become one product whose result is split, because a node costs more than a
-step's numbers. Offsets and LoRA do not fit the block format. They become one extra low-rank product, `inner` [K, R] times `outer` [R,
-N]:
-`inner` sums blocks and has the first matrices of the pairs.
+Weights that multiply the same value in blocks of one kind become one product whose result is split, because a node costs more than a step's
+numbers. Offsets and LoRA do not fit the block format. They become one extra low-rank product, `inner` [K, R] times `outer` [R, N]: `inner`
+sums blocks and has the first matrices of the pairs.
 """
 
 from __future__ import annotations

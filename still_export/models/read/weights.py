@@ -24,9 +24,8 @@ TOGETHER = "|"
 class SourceBlocks:
     """Blocks of `size` inputs in a source.
 
-    bits, offsets, zero_points, half_scales: Properties of the blocks. read: Returns them; for a stack, those of one expert. order:
-    Inputs [K]
-    in the blocks' order, if it is not the weight's. float8: Codes are e4m3.
+    bits, offsets, zero_points, half_scales: Properties of the blocks. read: Returns them; for a stack, those of one expert. order: Inputs
+    [K] in the blocks' order, if it is not the weight's. float8: Codes are e4m3.
     """
 
     bits: int

@@ -52,9 +52,8 @@ class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM has no types here
 
 
 class StatesManager(MambaManager):  # type: ignore[misc]
-    """Allocates as many blocks as the spec says, where vLLM's own manager counts one for a number of tokens. With prefix caching, it also
-    keeps
-    states of prefixes and gives them to requests that begin alike."""
+    """Allocates as many blocks as the spec says, where vLLM's own manager counts one for a number of tokens. With prefix caching, it
+    also keeps states of prefixes and gives them to requests that begin alike."""
 
     def __init__(self, kv_cache_spec: StatesSpec, block_pool: Any, **named: Any) -> None:
         super().__init__(kv_cache_spec, block_pool, **named)
