@@ -119,7 +119,7 @@ class Variant:
     """What a set of kernels is compiled for; everything else is a run-time argument.
 
     slots: Blocks of a token's list, filled up to a power of two.
-    block_size: See the op's spec.
+    block_size: As of the op's spec.
     """
 
     dtype: str = "bfloat16"

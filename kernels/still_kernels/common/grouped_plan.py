@@ -32,7 +32,7 @@ _BLOCKS = {
 }
 """The plan's constants, and where kernels have them."""
 _FEW_CODES = {"few_codes_inner": "few_codes_gate_up.BN", "few_codes_outputs": "few_codes_down.BN"}
-"""The same of kernels of codes of which a few tokens take matrix instructions; 0 where there are none, as for float32."""
+"""The same of kernels of codes of which a few tokens take matrix instructions; 0 where there are none, as of float32."""
 
 
 def _gemms(kind: str) -> tuple[Launch, ...]:
@@ -174,7 +174,7 @@ def grouped_op(
     plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any],
     covers: str, module: str = "still_kernels.common.triton_grouped", **more: Any,
 ) -> StatelessOp:  # fmt: skip
-    """The op of such a plan; arguments: see `stateless_op`."""
+    """The op of such a plan; arguments as of `stateless_op`."""
     return stateless_op(
         plan,
         variant,

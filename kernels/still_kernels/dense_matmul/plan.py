@@ -102,7 +102,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call, of one type; see the op's spec."""
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     weight: Tensor | None = None

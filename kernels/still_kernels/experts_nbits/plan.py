@@ -38,7 +38,7 @@ PLAN = grouped_plan(
 
 @dataclass(frozen=True)
 class Variant(GroupedVariant):
-    """Like `GroupedVariant`; zero_points: whether there are any."""
+    """As of `GroupedVariant`; zero_points: whether there are any."""
 
     bits: int = 4
     block_size: int = 32

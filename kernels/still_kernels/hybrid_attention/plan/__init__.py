@@ -135,7 +135,7 @@ def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str,
 
 
 def table_of(config: HybridAttentionConfig, arch: int, wide: bool) -> TileTable:
-    """Block sizes for a layer; `arch` and `wide` (see `tile_table`)."""
+    """Block sizes for a layer; `arch` and `wide` as of `tile_table`."""
     table = tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
     if config.select_scope != "q_head" and table.host["decode_clusters"]:
         for blocks in CLUSTERS:  # two heads of a selection read its rows once
