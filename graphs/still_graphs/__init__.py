@@ -1,1 +1,1 @@
-"""What the ops mean: specifications, ONNX function bodies, graph passes. Imports neither torch nor TensorRT."""
+"""Meaning of the ops: specifications, ONNX function bodies, graph passes. Imports neither torch nor TensorRT."""

@@ -1,4 +1,4 @@
-"""What passes need of a graph and leave behind, as checks: each gives what is wrong, or nothing."""
+"""Preconditions and postconditions of passes: each returns what is wrong, or ""."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABSENT_INPUTS = "absent_inputs"
 
 
 def whole(model: ir.Model) -> str:
-    """Every value that is read or given is an input, a weight, or made before."""
+    """Every value that is read or returned is an input, a weight, or computed before."""
     return _unmade(model.graph, frozenset())
 
 
@@ -53,13 +53,13 @@ def bodies(model: ir.Model) -> str:
 
 
 def imported(model: ir.Model) -> str:
-    """Every node's domain is imported, which those that a step wrote may not be."""
+    """Every node's domain is imported; a step may have added nodes without it."""
     strange = {n.domain for n in model.graph.all_nodes()} - set(model.opset_imports)
     return f"nodes of the domains {', '.join(sorted(strange))}, which it does not import" if strange else ""
 
 
 def plugin_nodes(model: ir.Model) -> str:
-    """Every still node says what a plugin's creator needs."""
+    """Every still node has the attributes that a plugin's creator needs."""
     needed = {"plugin_namespace", "plugin_version", ABSENT_INPUTS}
     bare = [
         str(n.name)
@@ -86,7 +86,7 @@ def opset_at_most(version: int) -> Condition:
 
 
 def without(*ops: str) -> Condition:
-    """No standard node of these types is left, in subgraphs either."""
+    """No standard node of these types is left, including subgraphs."""
 
     def check(model: ir.Model) -> str:
         left = sorted({n.op_type for n in model.graph.all_nodes() if n.domain == ""} & set(ops))
@@ -96,7 +96,7 @@ def without(*ops: str) -> Condition:
 
 
 def only_ops(contrib: Collection[str]) -> Condition:
-    """Every node is a standard one, one of com.microsoft's ops `contrib`, or has a function of such nodes."""
+    """Every node is standard, one of com.microsoft's ops `contrib`, or has a function of such nodes."""
 
     def check(model: ir.Model) -> str:
         parts: tuple[ir.Graph | ir.Function, ...] = (model.graph, *model.functions.values())

@@ -1,4 +1,4 @@
-"""Edits of an onnx_ir graph that every rewriting needs: a node before another, a value in another's place, a stored tensor."""
+"""Basic edits of an onnx_ir graph: insert a node before another, replace a value, store a tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_node(
     attributes: dict[str, int] | None = None,
     domain: str = "",
 ) -> ir.Value:
-    """The result of a new node, which is named after the node `before` which it stands, and `part`."""
+    """The result of a new node inserted before `before` and named after it and `part`."""
     name = f"{before.name}.{part}"
     node = ir.node(op, inputs, attributes or {}, domain=domain, name=name)
     node.outputs[0].name = name
@@ -31,19 +31,19 @@ def add_node(
 
 
 def typed(value: ir.Value, shape: Sequence[int | str | ir.SymbolicDim | None], dtype: ir.DataType) -> ir.Value:
-    """`value`, which now says its shape and type: those of ops that tools do not know cannot be inferred."""
+    """`value` with its shape and type set, for ops whose results tools cannot infer."""
     value.shape, value.type = ir.Shape(shape), ir.TensorType(dtype)
     return value
 
 
 def put_in_place(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand where `old` did, under its name."""
+    """Replace `old` by `new`, which gets its name."""
     new.name, new.shape, new.type = old.name, old.shape, old.type
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 def store(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new initializer of the tensor's name."""
+    """Add an initializer with the tensor's name."""
     name = str(tensor.name)
     value = ir.Value(
         name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
@@ -53,7 +53,7 @@ def store(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def forget(tensor: ir.TensorProtocol) -> None:
-    """Unmap the file of a stored tensor: pages that were read would count as this process's memory."""
+    """Unmap the file of a stored tensor, because pages that were read count as this process's memory."""
     if isinstance(tensor, ir.ExternalTensor):
         tensor.release()
 
@@ -64,30 +64,30 @@ def is_weight(value: ir.Value | None) -> bool:
 
 
 def width(value: ir.Value) -> int:
-    """Numbers of a token, the last dimension; 0 where it is not known."""
+    """Last dimension of a value; 0 if unknown."""
     last = value.shape[-1] if value.shape else None
     return last if isinstance(last, int) else 0
 
 
 def rank(value: ir.Value) -> int:
-    """Dimensions of a value; 0 where they are not known."""
+    """Number of dimensions; 0 if unknown."""
     return len(value.shape or ())
 
 
 def in_half(*values: ir.Value) -> bool:
-    """Whether all values are of one type, which has 16 bits."""
+    """Whether all values have the same 16-bit type."""
     kinds = {value.dtype for value in values}
     return len(kinds) == 1 and kinds <= {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 def on_last(node: ir.Node, default: int = 0) -> bool:
-    """Whether the axis of a node is the last one of what it reads; `default`: the axis where it names none."""
+    """Whether a node's axis is the last of its input; `default`: the axis without the attribute."""
     axis, given = node.attributes.get_int("axis", default), node.inputs[0]
     return axis == -1 or (given is not None and axis == rank(given) - 1)
 
 
 def drop_unused(graph: ir.Graph) -> int:
-    """Remove the nodes of `graph` that no output depends on; how many there were."""
+    """Remove the nodes of `graph` that no output depends on; returns their number."""
     before = len(graph)
     for node in reversed(list(graph)):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
@@ -96,12 +96,12 @@ def drop_unused(graph: ir.Graph) -> int:
 
 
 def sizes(value: ir.Value) -> list[int | str | None]:
-    """Dimensions of a value: numbers, names of free ones, None for unknown ones; none where nothing is known."""
+    """Dimensions of a value: numbers, names of free ones, None for unknown ones; empty if nothing is known."""
     return [size if isinstance(size, int) else size.value for size in value.shape or ()]
 
 
 def fresh_names(graph: ir.Graph) -> Callable[[str], str]:
-    """Gives names that no value of `graph` or the graphs inside it has: the one that is asked for, or with a number."""
+    """A function that returns names unused in `graph` and its subgraphs: the requested one, or one with a number."""
     inner = {each for node in ir.traversal.RecursiveGraphIterator(graph) if (each := node.graph) is not None} | {graph}
     used = {str(value.name) for each in inner for value in (*each.inputs, *each.initializers.values())}
     used |= {str(value.name) for each in inner for node in each for value in node.outputs}
@@ -118,12 +118,12 @@ def fresh_names(graph: ir.Graph) -> Callable[[str], str]:
 
 
 def known_sizes(value: ir.Value) -> list[int]:
-    """Dimensions of a value, 0 for those that are no numbers."""
+    """Dimensions of a value; 0 for those that are not numbers."""
     return [size if isinstance(size, int) else 0 for size in sizes(value)]
 
 
 def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
-    """The main graph and every graph inside it, outer ones first."""
+    """The main graph and every subgraph, outer ones first."""
     yield model.graph
     yield from model.graph.subgraphs()
 
@@ -140,7 +140,7 @@ def is_standard(node: ir.Node, *ops: str) -> bool:
 
 
 def constant_value(value: ir.Value | None) -> np.ndarray | None:
-    """The value of a small constant (initializer or Constant node), None where it is computed or lies in a file."""
+    """The value of a small constant (initializer or Constant node); None if it is computed or stored in a file."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None or isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)) else tensor.numpy()
 
@@ -172,7 +172,7 @@ class Writer:
         return self.add(ir.node(op, inputs, attributes, domain=domain, name=f"{name}/{op}"), [name])[0]
 
     def add(self, node: ir.Node, names: Sequence[str | None]) -> Sequence[ir.Value]:
-        """The results of a node that has no graph yet, which get names."""
+        """Add a node without a graph; its results get names."""
         for value, name in zip(node.outputs, names, strict=True):
             value.name = name
         if self.place is None:
@@ -187,7 +187,7 @@ class Writer:
         return self.node("Constant", [], name, value=tensor)
 
     def instead(self, old: ir.Node, op: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-        """The result of a new node in the place of `old`, which goes with its one result."""
+        """Replace `old` by a new node; returns its result."""
         result = self.node(op, inputs, old.outputs[0].name, **attributes)
         put_in_place(old.outputs[0], result)
         self.graph.remove(old, safe=True)

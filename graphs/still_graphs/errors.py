@@ -14,7 +14,7 @@ class ConfigError(StillExportError, ValueError):
 
 
 class ShapeError(StillExportError, ValueError):
-    """A tensor has a shape or dtype that the op does not take."""
+    """A tensor has a shape or dtype that the op does not support."""
 
 
 class CapacityError(StillExportError, ValueError):

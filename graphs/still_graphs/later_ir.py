@@ -1,4 +1,4 @@
-"""onnx_ir, imported when a step first edits a graph: programs that only run packages read the targets' records, too, and go without it."""
+"""onnx_ir, imported at the first edit of a graph: programs that only run packages read targets' records and lack it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops of the domain "still": every folder of still_kernels with a spec.py is one, found by its name. Loads the specs alone."""
+"""The ops of the domain "still": every folder of still_kernels with a spec.py is one. Loads the specs alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _found() -> dict[str, OpSpec]:
 
 
 OPS: dict[str, OpSpec] = _found()
-"""Every op by its ONNX name. A test or another package adds its own, with `home`."""
+"""Every op by its ONNX name. Tests and other packages add their own, with `home`."""
 OPSET, FUSED_OPSET = 23, 27
-"""Of ai.onnx in portable graphs, and the first that has ops which bodies can stand around."""
+"""Opset of ai.onnx in portable graphs, and the first opset with ops that bodies can use."""
 
 __all__ = ["DOMAIN", "FUSED_OPSET", "OPS", "OPSET", "OpSpec"]

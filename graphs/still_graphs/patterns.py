@@ -1,4 +1,4 @@
-"""Patterns of a graph and what stands in their place: one matcher for all fusions.
+"""Find patterns in a graph and replace them: one matcher for all fusions.
 
 A pattern is written as the expression that it finds, from what goes in to what comes out. Each of its objects stands for one value or node:
 
@@ -22,11 +22,11 @@ from still_graphs.ops import DOMAIN, OPS
 from still_graphs.pipelines import Pass
 
 COMMUTES = ("Add", "Mul")
-"""Ops whose two inputs are found in either order."""
+"""Ops whose two inputs match in either order."""
 
 
 class Val:
-    """Any value, the same wherever this object stands; `check` must hold for it."""
+    """Any value; the same object matches the same value. `check` must hold for it."""
 
     def __init__(self, check: Callable[[ir.Value], bool] = lambda value: True) -> None:
         self.check = check
@@ -61,7 +61,7 @@ class Op:
         return Result(self, index)
 
     def takes(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> bool:
-        """Whether `node` may be it, whatever its inputs are."""
+        """Whether `node` may match, apart from its inputs."""
         fits = node.op_type in self.ops and node.domain == self.domain and self.outputs in (None, len(node.outputs))
         many = len(inputs) >= len(self.inputs) if self.more else len(inputs) == len(self.inputs)
         return fits and many and self.check(node)
@@ -75,7 +75,7 @@ class Result(NamedTuple):
 
 
 class Either(NamedTuple):
-    """The first of two patterns that fits."""
+    """The first of two patterns that matches."""
 
     first: Pattern
     second: Pattern
@@ -83,11 +83,11 @@ class Either(NamedTuple):
 
 Pattern = Val | Op | Result | Either | None
 Found = Mapping[Val | Op, Any]
-"""Values and nodes by the objects that stand for them."""
+"""Matched values and nodes by pattern object."""
 
 
 class Match:
-    """What a pattern stands for; gets the nodes that come in its place."""
+    """A match of a pattern; adds the replacing nodes."""
 
     def __init__(self, found: Found, results: Sequence[Op | Result]) -> None:
         self.found, self.new = found, list[ir.Node]()
@@ -99,7 +99,7 @@ class Match:
         return pattern in self.found
 
     def value(self, pattern: Val | Op | Result) -> ir.Value:
-        """The value of a pattern, of an Op its first result."""
+        """The matched value of a pattern; of an Op its first result."""
         if isinstance(pattern, Val):
             return cast("ir.Value", self.found[pattern])
         of, index = _result(pattern)
@@ -118,12 +118,12 @@ class Match:
         domain: str = "",
         outputs: int = 1,
     ) -> Sequence[ir.Value]:
-        """A node that comes in the place of the pattern; its results."""
+        """Add a replacing node; returns its results."""
         self.new.append(ir.node(op, inputs, attributes or {}, domain=domain, name=name, num_outputs=outputs))
         return self.new[-1].outputs
 
     def closed(self) -> bool:
-        """Whether only the pattern reads what it computes, but for its results."""
+        """Whether inner results have no readers outside the pattern."""
         inside = [value for node in self.gone for value in node.outputs if value not in self.results]
         readers = {use.node for value in inside for use in value.uses()}
         return readers <= self.gone and not any(value.is_graph_output() for value in inside)
@@ -153,7 +153,7 @@ class Fusion:
         return next((match for match in matches if (not self.alone or match.closed()) and self.where(match)), None)
 
     def apply(self, graph: ir.Graph, match: Match) -> None:
-        """Put the new nodes in the place of the pattern's."""
+        """Replace the matched nodes."""
         new = self.replace(match)
         graph.insert_before(match.node(self.at or _result(self.results[0]).of), match.new)
         for old, value in zip(match.results, new, strict=True):
@@ -165,7 +165,7 @@ class Fusion:
 
 
 def fuse(model: ir.Model, *fusions: Fusion) -> int:
-    """Replace what the patterns find in the main graph, in place, one fusion after the other; how many were found."""
+    """Apply fusions to the main graph, one after the other, in place; returns the number of matches."""
     graph, count = model.graph, 0
     for fusion in fusions:
         for root in list(graph):
@@ -174,13 +174,13 @@ def fuse(model: ir.Model, *fusions: Fusion) -> int:
                 fusion.apply(graph, match)
                 count += 1
     if count:
-        graph.sort()  # a result may have had readers before what else its pattern reads
+        graph.sort()  # a result may have readers that precede the pattern's other inputs
         drop_unused(graph)
     return count
 
 
 def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
-    """The condition that nothing is left of what the patterns find."""
+    """The condition that the patterns do not match any more."""
 
     def check(model: ir.Model) -> str:
         left = next((node for node in model.graph for fusion in fusions if fusion.match(model.graph, node)), None)
@@ -204,7 +204,7 @@ def _result(pattern: Op | Result) -> Result:
 
 
 def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found: Found) -> Iterator[Found]:
-    """What fits `root` as the maker of the first result, and any nodes as those of the others."""
+    """Ways in which `root` matches the maker of the first result, and other nodes the others."""
     for bound in _node(_result(results[0]).of, root, found):
         rest = [result for result in results[1:] if _result(result).of not in bound]
         nodes = [node for node in graph if node.op_type in _result(rest[0]).of.ops] if rest else []
@@ -212,13 +212,13 @@ def _found(graph: ir.Graph, results: Sequence[Op | Result], root: ir.Node, found
 
 
 def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
-    """The ways in which `node` fits."""
+    """Ways in which `node` matches."""
     inputs = list(node.inputs)
     while inputs and inputs[-1] is None:
         inputs.pop()
     if pattern in found:
         yield from [found] if found[pattern] is node else []
-    # Two parts of a pattern are two nodes.
+    # Two parts of a pattern match different nodes.
     elif pattern.takes(node, inputs) and (pattern.kept or not any(node is other for other in found.values())):
         for order in [inputs, inputs[::-1]] if node.op_type in COMMUTES else [inputs]:
             yield from _values(pattern.inputs, order, {**found, pattern: node})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 PLUGINS, CUDA, CPU = "plugins", "cuda", "cpu"
-"""Hosts that passes of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
+"""Hosts of ops' passes: TensorRT 8.6's plugins, ONNX Runtime on GPUs, and on CPUs with this project's kernels."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pass:
 
 
 def passes_of_ops(host: str) -> tuple[Pass, ...]:
-    """The passes of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
+    """All ops' passes for a host, in the order of `AFTER`, otherwise by folder name."""
     places = {spec.torch_name: f"{spec.package}.fuse" for spec in OPS.values()}
     found = {op: import_module(place) for op, place in places.items() if find_spec(place)}
     before = {op: [other for other in getattr(fuse, "AFTER", ()) if other in found] for op, fuse in found.items()}
@@ -52,7 +52,7 @@ def passes_of_ops(host: str) -> tuple[Pass, ...]:
 
 
 Dump = Callable[[str, "ir.Model"], None]
-"""Called with the name of each pass and the graph after it."""
+"""Called with each pass's name and the graph after it."""
 
 
 def run_passes(
@@ -83,7 +83,7 @@ def run_passes(
 
 
 def _demand(condition: Callable[[ir.Model], str] | None, model: ir.Model, when: str) -> None:
-    """Raise UnsupportedError where the graph is not what a pass needs or promises."""
+    """Raise UnsupportedError if a pass's precondition or postcondition does not hold."""
     wrong = condition(model) if condition is not None else ""
     if wrong:
         raise UnsupportedError(f"{when} the graph has {wrong}. Write the graph after each pass with --dump-dir.")

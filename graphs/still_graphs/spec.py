@@ -64,11 +64,11 @@ class Growth:
     counted: str = ""
 
     def resolve(self, attributes: Mapping[str, AttributeValue]) -> dict[str, int | str | bool]:
-        """The rule in numbers, as the manifest carries it (`still_graphs.states` computes with it)."""
+        """The rule in numbers, as the manifest has it (`still_graphs.states` evaluates it)."""
         rows, per = (attributes[x] if isinstance(x, str) else x for x in (self.rows, self.per))
         fixed = self.only is not None and attributes[self.only[0]] != self.only[1]
         return {
-            # A state that never has rows shares no dimension with those that do: a window's layer beside hybrid ones.
+            # A state without rows shares no dimension with others: a window's layer next to hybrid ones.
             "dimension": self.dimension if int(rows) else f"no_{self.dimension}_{per}",
             "axis": self.axis,
             "rows": int(rows),
@@ -90,8 +90,8 @@ class StateSpec:
         in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.
         narrow: Of type "T", but may be kept in float16 beside float32 activations (`--cache float16`), or where `CACHE` says so in
             8 bits. What enters it is rounded before the op, so that a call computes with the numbers that later calls read.
-        features: A sum of features of one sign. Kernels of GPUs take them in bfloat16 whatever the 16-bit type, as float16 would overflow
-            where values are summed with them; alike features all err the same way.
+        features: This state sums feature vectors of one sign. GPU kernels hold features in bfloat16, because float16 could overflow.
+            Rounding errors then add up instead of cancelling.
     """
 
     name: str
@@ -109,12 +109,12 @@ class StateSpec:
 
     @property
     def optional(self) -> bool:
-        """Some configurations of the op do not have it."""
+        """Whether some configurations of the op lack it."""
         return self.only is not None
 
     @property
     def of_codes(self) -> bool:
-        """The op has it where rows are in 8 bits alone."""
+        """Whether the op has it only with 8-bit rows."""
         return self.only == (CACHE.name, "int8")
 
     def exists(self, attributes: Mapping[str, AttributeValue]) -> bool:
@@ -125,7 +125,7 @@ class StateSpec:
         return in_numbers(self.shape, symbols)
 
     def resolve(self, attributes: Mapping[str, AttributeValue]) -> StateSpec:
-        """The state as the op keeps it with these attributes: rows in 8 bits are words of four codes, the first one lowest."""
+        """The state as stored with these attributes: 8-bit rows are words of four codes, the first one lowest."""
         if not (self.narrow and in_codes(attributes)):
             return self
         return replace(self, shape=(*self.shape[:-1], f"{self.shape[-1]}/{CODES}"), dtype="int32", narrow=False)
@@ -133,7 +133,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class AttributeSpec:
-    """One attribute of a node; `choices` is empty where any value of the type goes."""
+    """One attribute of a node; `choices` is empty if any value of the type is valid."""
 
     name: str
     default: AttributeValue
@@ -148,21 +148,21 @@ the even one; a row of zeros has the scale 0. A row that is read is code * scale
 codes alone, scaled behind, round nothing again. Rows that were read are written as they were, bit for bit.
 """
 CODES = 4
-"""Codes of a word: not every runtime lets an op have bytes."""
+"""Codes of a word: some runtimes do not allow byte tensors for custom ops."""
 
 
 def in_codes(attributes: Mapping[str, AttributeValue]) -> bool:
-    """Whether an op with these attributes keeps rows in 8 bits."""
+    """Whether an op with these attributes stores rows in 8 bits."""
     return attributes.get(CACHE.name) == "int8"
 
 
 def scales_of(state: StateSpec) -> StateSpec:
-    """The scales of the rows of a state that is kept in 8 bits."""
+    """The scales of the rows of a state in 8 bits."""
     return StateSpec(f"{state.name}_scale", state.shape[:-1], "float32", state.growth, (CACHE.name, "int8"))
 
 
 def dimension(text: str) -> tuple[int, str, int]:
-    """Factor, symbol and divisor of a dimension: "2*C", "D/4"."""
+    """(factor, symbol, divisor) of a dimension: "2*C", "D/4"."""
     rest, _, divisor = text.partition("/")
     factor, _, symbol = rest.rpartition("*")
     return int(factor or 1), symbol, int(divisor or 1)
@@ -201,7 +201,7 @@ class OpSpec:
 
     @property
     def package(self) -> str:
-        """The package whose modules are the op's parts: spec, body, fuse, meaning, plan, kernels, call, ties."""
+        """The package with the op's parts: spec, body, fuse, meaning, plan, kernels, call, ties."""
         return self.home or f"still_kernels.{self.torch_name}"
 
     def input_names(self) -> tuple[str, ...]:
@@ -229,11 +229,11 @@ class OpSpec:
         return {s.name: s for s in self.states}[name]
 
     def resolve(self, attributes: Mapping[str, AttributeValue]) -> OpSpec:
-        """The op with its states as they are kept with these attributes. Scales are there with codes alone, being last; other states
-        that it does not have then still are."""
+        """The op with its states as stored with these attributes. Scales, the last states, are only in it with codes; other absent states
+        stay."""
         own = (s for s in self.states if in_codes(attributes) or not s.of_codes)
         return replace(self, states=tuple(s.resolve(attributes) for s in own))
 
     def states_with(self, attributes: Mapping[str, AttributeValue]) -> tuple[StateSpec, ...]:
-        """The states that the op has with these attributes, in order, each as it is kept with them."""
+        """The states that the op has with these attributes, in order, as stored."""
         return tuple(s.resolve(attributes) for s in self.states if s.exists(attributes))

@@ -1,4 +1,4 @@
-"""How many rows a state has after how many tokens, and what that means in shapes and bytes. Stdlib only.
+"""Rows of a state after a number of tokens, and the shapes and bytes that follow. Stdlib only.
 
 The one place in Python that computes with a growth rule (`still_graphs.spec.Growth.resolve`); exports copy this file into packages.
 C++ does it in plugins/runner/states.cpp.
@@ -14,12 +14,12 @@ from typing import Any
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 """Bytes of one element by dtype name."""
 NEXT_TOKEN = "next_token"
-"""Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
+"""Output with the likeliest token, int32, one for each row of logits."""
 
 LAST_HIDDEN = "last_hidden"
-"""Output of graphs for heads that guess tokens ahead: what is behind the last norm, float32."""
+"""Output for MTP heads: hidden states after the last norm, float32."""
 AHEAD = "mtp_"
-"""Begin of the names of all that a head has: its inputs, outputs and states."""
+"""Prefix of a head's inputs, outputs and states."""
 EMBEDDINGS, POSITIONS = GIVEN = ("inputs_embeds", "position_ids")
 """Inputs, with defaults, of the graphs of models that see images. Embeddings [B, T, C] stand where a token's id is -1; positions int64
 [3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated."""
@@ -28,7 +28,7 @@ ANY = 1 << 62
 """More tokens than any call has."""
 
 REPLAY = "replay_"
-"""Begin of the names of outputs that graphs give for speculation: what their ops computed states from."""
+"""Prefix of outputs for speculation: the inputs from which ops computed states."""
 
 
 def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> int:
@@ -45,7 +45,7 @@ def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> in
 
 @dataclass(frozen=True)
 class State:
-    """One state of one layer, as the manifest's state table has it.
+    """One state of one layer, an entry of the manifest's state table.
 
     Args:
         name: `<state>.<layer>`; the graph has `past_<name>` and `present_<name>`.
@@ -76,22 +76,22 @@ class State:
 
     @property
     def positions(self) -> bool:
-        """It has a row for each position, which is written again where another token takes it."""
+        """Whether it has a row for each position, overwritten by another token there."""
         return self.growth is not None and (self.growth["rows"], self.growth["per"], self.growth["lag"]) == (1, 1, 0)
 
     @property
     def late(self) -> bool:
-        """It gets the rows of a chunk when a later one begins."""
+        """Whether a chunk's rows are added when a later chunk begins."""
         return self.growth is not None and bool(self.growth["lag"])
 
     @property
     def apart(self) -> bool:
-        """Tokens that are read and then do not hold leave something in it that is read later."""
+        """Whether rejected tokens leave something in it that is read later."""
         return not self.positions and not (self.late and self.growth is not None and not self.growth["fixed"])
 
     @property
     def ring(self) -> bool:
-        """Its axis 2 holds two chunks, of which the one that begins takes the rows of the one that left."""
+        """Whether its axis 2 is a ring of two chunks: a new chunk overwrites the older one."""
         return self.name.startswith("window_")
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class State:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> State:
-        """The state that a manifest's entry describes; KeyError, TypeError where it has no such form."""
+        """The state of a manifest's entry; raises KeyError or TypeError for another form."""
         return cls(**{**entry, "shape": tuple(entry["shape"])})
 
 
@@ -131,7 +131,7 @@ class StateTable:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> StateTable:
-        """The table of a package's manifest."""
+        """The state table in a package's manifest."""
         capacity = manifest["capacity"]
         states = (State.from_dict(entry) for entry in manifest["states"])
         return cls(states, int(capacity["capacity_tokens"]), bool(capacity["bounded"]))
@@ -140,16 +140,16 @@ class StateTable:
         return iter(self.states)
 
     def rows(self, tokens: int, least: int = 0) -> dict[str, int]:
-        """Size of every growing dimension with room for `tokens` tokens, at least `least` each."""
+        """Size of every growing dimension for `tokens` tokens, at least `least` each."""
         return {name: max(least, rows_after(rule, tokens, self.capacity_tokens)) for name, rule in self.growths.items()}
 
     @property
     def period(self) -> int:
-        """Tokens after which a state grows: the longest of all rules; calls that cross its multiples are the interesting ones."""
+        """Longest period of all growth rules; states change when a call crosses a multiple of it."""
         return max((int(rule["per"]) for rule in self.growths.values()), default=1)
 
     def unread(self, state: State, tokens: int) -> tuple[int, slice]:
-        """Axis and rows of a state that nothing reads after `tokens` tokens: those behind them, also of the chunk that begins in a ring."""
+        """Axis and rows of a state that nothing reads after `tokens` tokens, including those of the new chunk in a ring."""
         if state.growth is not None and not state.growth["fixed"]:
             return int(state.growth["axis"]), slice(rows_after(state.growth, tokens, self.capacity_tokens), None)
         if not state.ring:
@@ -160,8 +160,8 @@ class StateTable:
 
     @property
     def settled(self) -> int:
-        """Tokens of the chunks within which states after some of a call's tokens are those after all of them, but for rows that nothing
-        reads; 1: a state changes with every token.
+        """Chunk size within which states after some of a call's tokens equal those after all, except unread rows; 1: every token changes a
+        state.
 
         Such are rows of positions, and all states of an op that takes a chunk into its state when it leaves a window (`State.late`).
         """
@@ -177,7 +177,7 @@ class StateTable:
         return min(chunks, default=ANY)
 
     def shapes(self, batch: int, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Shape of every state for `batch` rows of the batch and the given sizes of growing dimensions."""
+        """Shape of every state for `batch` rows and the given sizes of growing dimensions."""
         sizes = {"batch": batch, **rows}
         return {s.name: tuple(d if isinstance(d, int) else sizes[d] for d in s.shape) for s in self.states}
 

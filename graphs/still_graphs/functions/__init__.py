@@ -20,7 +20,7 @@ from still_graphs.ops import FUSED_OPSET, OPS
 OPSETS = (23, 24, FUSED_OPSET)
 """Opsets of ai.onnx that bodies are written for."""
 FUSED_DOMAIN = "com.microsoft"
-"""Where ONNX Runtime has the ops that some bodies can stand around, before ai.onnx's opset FUSED_OPSET."""
+"""Domain of ONNX Runtime's ops that some bodies use before ai.onnx's opset FUSED_OPSET."""
 
 
 def function_body(
@@ -79,8 +79,8 @@ def function_body(
 
 
 def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: int) -> None:
-    """Let what may be narrower come in, and states go out, as `kept`: cast whole around the body, which is for every runtime and is
-    not fast; kernels read the type itself."""
+    """Cast narrow inputs, and states, around the body to and from type `kept`: slow, but works in every runtime. Kernels read the type
+    directly."""
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
     weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}

@@ -1,4 +1,4 @@
-"""A small builder of ONNX nodes for function bodies: values are names, Python numbers become shared constants."""
+"""A builder of ONNX nodes for function bodies: values are names; Python numbers become shared constants."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Body:
 
 
 class Scope:
-    """Nodes of a function body or of one branch inside it; branches see the values of the scopes around them."""
+    """Nodes of a function body or of a branch in it; branches see the values of enclosing scopes."""
 
     def __init__(self, parent: Scope | None = None, prefix: str = "") -> None:
         self.parent, self.prefix = parent, prefix
@@ -49,12 +49,12 @@ class Scope:
         self._count = 0
 
     def fresh(self, hint: str) -> str:
-        """A name that no other value of the function has."""
+        """A name unused in the function."""
         self.root._count += 1
         return f"{self.root.prefix}{hint}_{self.root._count}"
 
     def constant(self, value: Any, dtype: str = "int64") -> str:
-        """A constant of the scope, shared by equal value.
+        """A constant of the scope, shared by equal values.
 
         Each scope has its own: ONNX Runtime shares equal constants between layers, which common subexpressions need,
         only where no branch uses them.
@@ -69,7 +69,7 @@ class Scope:
         return self._constants[key]
 
     def name(self, value: Value) -> str:
-        """The name of `value`, made a constant where it is a number."""
+        """The name of `value`; a number becomes a constant."""
         if value is None:
             return ""
         if isinstance(value, str):
@@ -85,11 +85,11 @@ class Scope:
         return self.shape(*value)
 
     def __call__(self, op_type: str, *inputs: Value, out: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output and return the output's name; an unnamed result that exists already is shared."""
+        """Add a node with one output and return its name; an equal unnamed result is shared."""
         return self.multi(op_type, *inputs, out=[out] if out else 1, **attributes)[0]
 
     def multi(self, op_type: str, *inputs: Value, out: int | Sequence[str], **attributes: Any) -> list[str]:
-        """Add a node with several outputs, named or counted; counted ones that exist already are shared."""
+        """Add a node with several outputs, named or counted; equal counted ones are shared."""
         names = [self.name(value) for value in inputs]
         if not isinstance(out, int):
             self.nodes.append(helper.make_node(op_type, names, list(out), **attributes))
@@ -103,7 +103,7 @@ class Scope:
         return known
 
     def _known(self, key: tuple[Any, ...]) -> list[str] | None:
-        """Outputs of an equal node in this scope or one around it."""
+        """Outputs of an equal node in this scope or an enclosing one."""
         found = self._values.get(key)
         return found if found is not None or self.parent is None else self.parent._known(key)
 
@@ -128,11 +128,11 @@ class Scope:
         return self("Cast", x, to=dtype, out=out)
 
     def wide(self, x: str, dtype: int) -> str:
-        """`x`, which has the element type `dtype`, as float32."""
+        """`x` (of element type `dtype`) as float32."""
         return x if dtype == FLOAT else self.cast(x, FLOAT)
 
     def narrow(self, dtype: int, out: str, op_type: str, *inputs: Value) -> None:
-        """Add a node whose result, float32, is `out` in the element type `dtype`."""
+        """Add a node whose float32 result is cast to `dtype` and named `out`."""
         result = self(op_type, *inputs, out=out if dtype == FLOAT else None)
         if dtype != FLOAT:
             self.cast(result, dtype, out=out)

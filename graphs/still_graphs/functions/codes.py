@@ -1,4 +1,4 @@
-"""Around a body that has keys and values as numbers: rows that come in and go out in 8 bits (`still_graphs.spec.CACHE`).
+"""Wrap a body over numeric keys and values: rows come in and go out in 8 bits (`still_graphs.spec.CACHE`).
 
 All rows are unpacked and packed at every call, which is for every runtime and is not fast; kernels read and write the rows that they need.
 """
@@ -16,7 +16,7 @@ from still_graphs.spec import CACHE, CODES, scales_of
 
 STEPS = 127
 MIDDLE = 128
-"""Added to a code it makes a byte without a sign."""
+"""Makes a code an unsigned byte."""
 
 
 def has_codes(node: onnx.NodeProto) -> bool:
@@ -24,7 +24,7 @@ def has_codes(node: onnx.NodeProto) -> bool:
 
 
 def without_scales(node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node as a body with numbers sees it: scales come last among inputs and outputs."""
+    """The node as a body over numbers sees it; scales are last among inputs and outputs."""
     spec, plain = OPS[node.op_type], onnx.NodeProto()
     plain.CopyFrom(node)
     count = sum(not state.of_codes for state in spec.states)
@@ -72,7 +72,7 @@ def pack(b: Scope, numbers: str, dim: int, dtype: int, words: str, scale: str) -
 
 
 def keep_codes(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, dim: int) -> None:
-    """Let the states that may be narrower come in and go out as words and scales."""
+    """Make the narrow states come in and go out as words and scales."""
     states = [s for s in OPS[node.op_type].states if s.narrow]
     before, after = Scope(prefix="unpacked_"), Scope(prefix="packed_")
     names: dict[str, str] = {}
@@ -92,7 +92,7 @@ def keep_codes(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, d
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Give values other names, in the graphs inside nodes too."""
+    """Rename values, including those in subgraphs."""
     for node in nodes:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]

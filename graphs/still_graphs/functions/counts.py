@@ -1,15 +1,15 @@
-"""Counts of a call, as all bodies take them."""
+"""Checked counts of a call, shared by all bodies."""
 
 from __future__ import annotations
 
 from still_graphs.functions.builder import INT64, Scope
 
 MOST_TOKENS = 1 << 40
-"""The longest sequence, as in the CPU kernels: products with it stay far from the end of 64 bits."""
+"""Length limit of a sequence, as in the CPU kernels; products with it stay far below 64 bits."""
 
 
 def checked_counts(b: Scope, tokens: str) -> tuple[str, str]:
-    """past_length and new_tokens, [B, 1] each; a call that has one outside 0..MOST_TOKENS or 0..T fails."""
+    """past_length and new_tokens, [B, 1] each; a value outside 0..MOST_TOKENS or 0..T makes the call fail."""
     past, new = b.unsqueeze("past_length", 1), b.unsqueeze("new_tokens", 1)
     in_range = b.all_of(b("Equal", past, b("Clip", past, 0, MOST_TOKENS)), _at_most(b, new, tokens))
     zero = _zero(b, in_range, "past_length_or_new_tokens_out_of_range")
@@ -17,7 +17,7 @@ def checked_counts(b: Scope, tokens: str) -> tuple[str, str]:
 
 
 def checked_new_tokens(b: Scope, tokens: str) -> str:
-    """new_tokens, [B, 1]; a call that has one outside 0..T fails."""
+    """new_tokens, [B, 1]; a value outside 0..T makes the call fail."""
     new = b.unsqueeze("new_tokens", 1)
     return b("Add", new, _zero(b, _at_most(b, new, tokens), "new_tokens_out_of_range"))
 

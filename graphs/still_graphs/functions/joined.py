@@ -20,18 +20,18 @@ from still_graphs.ops import OpSpec
 PREFIX = "Joined"
 """In front of the op's name."""
 STATES = "states"
-"""Attribute of such a node: "STATE:3,128,64;...", its states in order with their dimensions but the batch."""
+"""Attribute of such a node: "STATE:3,128,64;...", its states in order with their dimensions except the batch."""
 PARTS = ("first", "second")
 """The tensors, as `past_<part>` and `present_<part>`."""
 
 
 def part_of(spec: OpSpec, state: str) -> int:
-    """Which tensor has the state: 0 or 1."""
+    """Index of the tensor that has the state: 0 or 1."""
     return int(spec.state(state).dtype == "float32")
 
 
 def written(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The attribute: states with their dimensions but the batch."""
+    """The attribute's value for `shapes`."""
     return ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
 
 

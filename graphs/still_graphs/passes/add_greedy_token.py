@@ -31,7 +31,7 @@ def gives_next_token(model: ir.Model) -> str:
 
 
 def add_token(model: ir.Model, make: Callable[[Writer, ir.Graph, ir.Value], ir.Value]) -> int:
-    """The same by the nodes that `make` writes for the logits."""
+    """Add the output by the nodes that `make` writes for the logits."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if NEXT_TOKEN in outputs:
         return 0

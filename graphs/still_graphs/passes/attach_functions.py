@@ -66,7 +66,7 @@ def _spec(node: ir.Node) -> OpSpec:
 
 
 def _drop_scales(node: ir.Node) -> None:
-    """Take the scales of caches in 8 bits, which come last, from a node that names them as absent: its function does not have them."""
+    """Remove the scales of 8-bit caches, which are last, from a node that marks them absent: its function lacks them."""
     spec = _spec(node)
     for values, tensors, resize in (
         (node.inputs, spec.all_inputs(), node.resize_inputs),
@@ -81,7 +81,7 @@ def _drop_scales(node: ir.Node) -> None:
 
 
 def _dimensions(node: ir.Node) -> dict[str, int]:
-    """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the heads of the weights (1 = shared)."""
+    """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the number of weight heads (1 = shared)."""
     spec = _spec(node)
     dims: dict[str, int] = {}
     for value, tensor in zip(node.inputs, spec.all_inputs(), strict=False):
@@ -97,22 +97,20 @@ def _dimensions(node: ir.Node) -> dict[str, int]:
 
 
 def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -> int:
-    """Element type of the first input or output that is `wanted` and declares one; 0: none does."""
+    """Element type of the first `wanted` input or output that declares one; 0: none."""
     spec = _spec(node)
     given = [*zip(node.inputs, spec.all_inputs(), strict=False), *zip(node.outputs, spec.all_outputs(), strict=False)]
     return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
 
 
 def _kept_type(node: ir.Node) -> int:
-    """Element type of the inputs that may be narrower than activations; 0: unknown, or the op has none."""
+    """Element type of inputs that may be narrower than activations; 0: unknown, or none."""
     return _declared(node, lambda tensor: tensor.narrow)
 
 
 def _activation_type(node: ir.Node) -> int:
-    """Element type of the activations: of any input or output that shares it (the weights, the output, a state).
-
-    Not of one that may be narrower."""
-    # Where nothing else is declared, states are as the activations.
+    """Element type of the activations, from any input or output that shares it and cannot be narrower."""
+    # If nothing else declares a type, states have the activations'.
     if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
         return found
     if not any(t.dtype == "T" for t in (*_spec(node).all_inputs(), *_spec(node).all_outputs())):

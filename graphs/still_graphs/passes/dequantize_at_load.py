@@ -14,8 +14,8 @@ from still_graphs.edits import CONTRIB, Writer, attribute, put_in_place, store, 
 from still_graphs.later_ir import ir
 
 EXPANDED_BYTES = 1 << 30
-"""Of float32 weights that dequantize at load: wasm has 4 GB for them, for the file that they come from, what packs them, and the states.
-With half as much again, a package of Qwen3.5-0.8B's sizes took 4.5 GB of a browser (docs/notebook/web.md)."""
+"""Float32 bytes of weights dequantized at load. wasm has 4 GB for them, their file, packed copies and states. With half as much again, a
+package of Qwen3.5-0.8B's sizes used 4.5 GB of a browser (docs/notebook/web.md)."""
 
 FLOAT32_ACTIVATIONS = 1
 """`accuracy_level` of MatMulNBits; 4 rounds activations to 8 bits where the host has a kernel for that, as on CPUs and not in a browser."""
@@ -45,7 +45,7 @@ def _low_bit(model: ir.Model) -> list[ir.Node]:
 
 
 def _replace(node: ir.Node, writer: Writer) -> bool:
-    """Put the nodes in the place of `node`; False where its blocks do not lie as UINT4's, or others read them."""
+    """Replace the node; False if its blocks are not laid out as UINT4's, or have other readers."""
     rows, columns, bits, block = (attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     x, table, scales, zero, order, bias = [*node.inputs, None, None, None][:6]
     blocks, graph = columns // block, writer.graph
@@ -76,7 +76,7 @@ def _replace(node: ir.Node, writer: Writer) -> bool:
 
 
 def _retype(value: ir.Value, dtype: ir.DataType, shape: list[int]) -> None:
-    """Let an initializer have another type and shape over the same bytes."""
+    """Set another type and shape of an initializer over the same bytes."""
     held = value.const_value
     if isinstance(held, ir.ExternalTensor):
         place = held.location, held.offset, held.length

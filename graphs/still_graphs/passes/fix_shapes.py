@@ -33,7 +33,7 @@ def fixed_shapes(model: ir.Model) -> str:
 
 
 def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
-    """Reshapes whose shape is not constant, with the one that it can be."""
+    """Reshapes with computed shapes, and the constant that each can have."""
     found = []
     for node in graph:
         if is_standard(node, "Reshape"):
@@ -45,7 +45,7 @@ def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
 
 
 def _copied(given: Sequence[int | str | None], wanted: Sequence[int | str | None]) -> list[int]:
-    """The shape as Reshape takes it, 0 for a dimension that is copied; nothing where one is neither known nor copied."""
+    """The shape for Reshape, with 0 for copied dimensions; empty if a dimension is neither known nor copied."""
     shape = []
     for axis, size in enumerate(wanted):
         if isinstance(size, int) and size > 0:

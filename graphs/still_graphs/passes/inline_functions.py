@@ -22,7 +22,7 @@ def inline_functions(model: ir.Model) -> int:
 
     count = sum(node.domain == DOMAIN for node in model.graph.all_nodes())
     for function in model.functions.values():
-        for node in function.all_nodes():  # InlinePass numbers nodes without a name, each by counting from 2 again
+        for node in function.all_nodes():  # InlinePass numbers unnamed nodes from 2 on, each time
             node.name = node.name or node.outputs[0].name
     InlinePass()(model)
     left = next((node for node in model.graph.all_nodes() if node.domain == DOMAIN), None)
@@ -31,6 +31,6 @@ def inline_functions(model: ir.Model) -> int:
             f"node {left.name or left.outputs[0].name}: {DOMAIN}::{left.op_type} has no function body in this model. "
             "Attach the functions before inlining."
         )
-    drop_unused(model.graph)  # a body has a use of what its node lacks
+    drop_unused(model.graph)  # a body uses what its node lacks
     model.graph.opset_imports.pop(DOMAIN, None)
     return count

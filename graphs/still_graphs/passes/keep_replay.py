@@ -1,4 +1,4 @@
-"""Give what a call's ops computed their states from, so that a part of its tokens can be folded into the states before it.
+"""Output what a call's ops computed their states from, so that some of its tokens can be folded into the states before it.
 
 A call of guesses leaves the states as they were; `fold_graph` then takes the tokens that hold into them, by the same ops and no linear
 layer. A cache with a row for each position needs neither: rows of tokens that do not hold are written again.
@@ -19,7 +19,7 @@ from still_graphs.states import REPLAY
 
 
 def keep_replay(model: ir.Model) -> int:
-    """Add the outputs, in place; how many there are."""
+    """Add the outputs, in place; returns their number."""
     writer = Writer(model.graph)
     there = {str(value.name) for value in model.graph.outputs}
     added = 0
@@ -40,7 +40,7 @@ def keep_replay(model: ir.Model) -> int:
 
 
 def fold_graph(model: ir.Model) -> ir.Model:
-    """The graph that folds tokens of a call of `model`, which has the outputs, into the states before it.
+    """The graph that folds tokens of a call of `model` into the states before it; `model` has the replay outputs.
 
     Inputs are `new_tokens`, the tokens that hold, [B]; `past_length` [B]; states; and what the call gave. Outputs are the states after
     them. Functions are those of `model`.
@@ -96,14 +96,14 @@ def fold_graph(model: ir.Model) -> ir.Model:
 
 
 def gives_replay(model: ir.Model) -> str:
-    """The graph gives what every op with such states needs again."""
+    """The graph outputs everything that ops with such states need."""
     there = {value.name for value in model.graph.outputs}
     names = [_name(node, spec, t.name) for node, spec in _folded(model) for _, t in _activations(node, spec)]
     return "".join(f"no output {name}" for name in names[:1] if name not in there)
 
 
 def _folded(model: ir.Model) -> Iterator[tuple[ir.Node, OpSpec]]:
-    """The ops with states of which a position does not say everything."""
+    """The ops with states that have more than one row per position."""
     for node in model.graph:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         if spec is None:
@@ -115,14 +115,14 @@ def _folded(model: ir.Model) -> Iterator[tuple[ir.Node, OpSpec]]:
 
 
 def _activations(node: ir.Node, spec: OpSpec) -> Iterator[tuple[ir.Value, TensorSpec]]:
-    """Its inputs with a row for each token."""
+    """Inputs of a node with a row for each token."""
     for value, tensor in zip(node.inputs, spec.inputs, strict=False):
         if value is not None and tensor.role == "activation":
             yield value, tensor
 
 
 def _name(node: ir.Node, spec: OpSpec, name: str) -> str:
-    """Of an input: `replay_<input>.<state>`, with the op's first state, which tells it from others."""
+    """Output name for an input: `replay_<input>.<state>`, unique by the op's first state."""
     first = node.inputs[len(spec.inputs)]
     assert first is not None
     return f"{REPLAY}{name}.{str(first.name).removeprefix('past_')}"

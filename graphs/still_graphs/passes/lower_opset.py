@@ -1,4 +1,4 @@
-"""Write a graph in an older opset of ai.onnx, the newest that a host reads.
+"""Rewrite a graph for an older opset of ai.onnx, the newest that a host reads.
 
 requires: no functions; reduction axes are constants; activation types of RMSNormalization and Gelu inferable from the graph.
 ensures: every node is valid at that opset; norms compute in float32 through explicit casts, as RMSNormalization's stash_type says.
@@ -62,7 +62,7 @@ def lowering(
 
 
 class Lowering(Writer):
-    """A Writer that knows the opset it writes."""
+    """A Writer that knows its opset."""
 
     def __init__(self, graph: ir.Graph, fresh: Callable[[str], str], opset: int) -> None:
         super().__init__(graph, fresh)
@@ -76,14 +76,14 @@ class Lowering(Writer):
         )
 
     def mean(self, value: ir.Value, hint: str) -> ir.Value:
-        """The mean over the last axis, which stays."""
+        """The mean over the last axis, which is kept."""
         if self.opset < 18:
             return self.node("ReduceMean", [value], hint=hint, axes=[-1], keepdims=1)
         return self.node("ReduceMean", [value, self.constant([-1], "int64", f"{hint}.axes")], hint=hint, keepdims=1)
 
 
 def _check(node: ir.Node, current: int, r: Lowering) -> None:
-    """Pass a node whose operator only gained types and attributes since the writer's opset; drop attributes that it lacks there."""
+    """Accept a node whose operator only gained types and attributes since the writer's opset; drop attributes that it lacks there."""
     if node.domain != "":
         return
     import onnx
@@ -134,7 +134,7 @@ def rms_normalization(
 
 
 def _split(node: ir.Node, r: Lowering) -> int:
-    """Equal parts are what opset 17 makes without sizes; the dimension must divide, which shape inference checks."""
+    """Opset 17 splits into equal parts without sizes; the dimension must be divisible, which shape inference checks."""
     return int(node.attributes.pop("num_outputs", None) is not None)
 
 
@@ -252,4 +252,4 @@ WRITERS: dict[str, tuple[int, Callable[[ir.Node, Lowering], int]]] = {
     "Split": (18, _split),
     **{f"Reduce{name}": (18, _reduction) for name in REDUCTIONS},
 }
-"""Operators with the opset from which on they are as graphs have them, and who writes them for an older one."""
+"""Operators, the opset in which they got their present form, and their writers for older ones."""

@@ -1,4 +1,4 @@
-"""Make two graphs of a model's into which a head that guesses tokens ahead was joined: inputs, outputs and states say whose they are.
+"""Split a graph with a joined MTP head in two, by the names of inputs, outputs and states.
 
 requires: what a head has begins with `mtp_`, behind `past_` and `present_`.
 ensures: no node, function or weight of the other's.
@@ -16,7 +16,7 @@ def has_head(model: ir.Model) -> bool:
 
 def part_head(model: ir.Model, head: bool) -> ir.Model:
     """`model` without the head, or the head alone; in place."""
-    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass  # those who only look have none
+    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
     for values in (model.graph.inputs, model.graph.outputs):
         values[:] = [value for value in values if _of_head(str(value.name)) == head]
@@ -26,7 +26,7 @@ def part_head(model: ir.Model, head: bool) -> ir.Model:
 
 
 def leave_head(model: ir.Model) -> int:
-    """Leave the head out, and what the model gives for it, in place; 0: there is none."""
+    """Remove the head and the outputs for it, in place; 0: there is none."""
     if not has_head(model):
         return 0
     model.graph.outputs[:] = [value for value in model.graph.outputs if value.name != LAST_HIDDEN]
