@@ -1,1 +1,1 @@
-"""How the ops are computed: reference, Triton kernels, ahead-of-time archive."""
+"""How ops are computed: reference, Triton kernels, ahead-of-time archive."""

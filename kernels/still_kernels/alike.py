@@ -1,4 +1,4 @@
-"""What kernels of the GPU ask of a state's type."""
+"""A check of GPU kernels on a state's type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from still_graphs.errors import UnsupportedError
 
 
 def demand_alike(activation: Tensor, kept: Tensor) -> None:
-    """Raise UnsupportedError where a state is kept as numbers of another type than the activations'."""
+    """Raise UnsupportedError if a state of numbers has another type than the activations."""
     if kept.dtype not in (activation.dtype, torch.int32):
         raise UnsupportedError(
             f"keys and values are kept in {kept.dtype} beside {activation.dtype}, which kernels of the GPU do not read. "

@@ -1,4 +1,4 @@
-"""Rows of a state in 8 bits: `still_graphs.spec.CACHE` says what they are. In PyTorch."""
+"""Rows of a state in 8 bits, in PyTorch; see `still_graphs.spec.CACHE`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 STEPS = 127
 """Codes are -STEPS .. STEPS."""
 LEAST = 1e-30
-"""In the place of a magnitude of 0: its part of STEPS is still a number of full precision."""
+"""Replaces a magnitude of 0; divided by STEPS it is still a normal number."""
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def dequantized(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Rows [..., D] as they are read after they were written, in their own type; traced as standard ops."""
+    """Rows [..., D] quantized and dequantized, in their own type; traced as standard ops."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1, keepdim=True).clamp_min(LEAST))
     return (torch.round(wide / scale) * scale).to(rows.dtype)

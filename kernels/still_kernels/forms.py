@@ -1,4 +1,4 @@
-"""Whether ops run by their kernels: on a GPU they do, but for who asks for what is right."""
+"""Whether ops run by their kernels: they do on GPUs, unless the reference is asked for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _asked = 0
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether ops on this device run by kernels; else by their forms in PyTorch."""
+    """Whether ops on this device run by kernels, instead of in PyTorch."""
     return device.type != "cpu" and not _asked
 
 
 @contextmanager
 def pytorch_forms() -> Iterator[None]:
-    """With the forms in PyTorch on every device."""
+    """Inside the block, ops run in PyTorch on every device."""
     global _asked
     _asked += 1
     try:

@@ -87,7 +87,7 @@ def prepare(
 
 
 def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | None = None, **own: Any) -> Prepared:
-    """The launches of a call, of which the constants of the plan are not yet known.
+    """The launches of a call whose plan constants are not yet known.
 
     Args:
         table: Block sizes; None: those of the architecture, whose kernels are then found without a comparison.
@@ -107,8 +107,8 @@ def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | N
 
 
 def kept(kernels: OpKernels) -> Callable[..., Prepared]:
-    """What lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`: with the block sizes of the device (a table of None)
-    they are kept, for a layer is called once per token.
+    """A cached function that lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`; table None: the device's block
+    sizes.
 
     Sizes, attributes and compile-time values of the call's own are pairs of name and value; `present` and `packed` (tokens of all
     sequences, rows of the state); see `Call`.
@@ -141,13 +141,13 @@ def kept(kernels: OpKernels) -> Callable[..., Prepared]:
 
 
 def check_device(tensor: Tensor) -> None:
-    """Raise UnsupportedError where kernels do not run."""
+    """Raise UnsupportedError for a device without kernels."""
     if tensor.device.type != "cuda":
         raise UnsupportedError(f"device {tensor.device.type!r} has no kernel; known: cpu (PyTorch), cuda (Triton).")
 
 
 def written(state: Tensor, in_place: bool) -> Tensor:
-    """What kernels write: a state, or a copy of it. ShapeError: A state that is not contiguous cannot be written in place."""
+    """The tensor that kernels write: the state, or a copy. Raises ShapeError for a state that is not contiguous and written in place."""
     if in_place and not state.is_contiguous():
         raise ShapeError("the state is not contiguous, and the kernels write it in place.")
     return state if in_place else state.clone(memory_format=torch.contiguous_format)
@@ -155,12 +155,12 @@ def written(state: Tensor, in_place: bool) -> Tensor:
 
 @cache
 def variant_of(*what: Any) -> object:
-    """One object for equal arguments, which then need no comparison at each launch."""
+    """One object for equal arguments, so that launches compare identities only."""
     return object()
 
 
 class Launcher:
-    """Runs prepared launches. Tools put a subclass in its place, to see each launch."""
+    """Runs prepared launches; tools use a subclass to observe each launch."""
 
     def run(self, prepared: Prepared, tensors: Mapping[str, Tensor | None], like: Tensor) -> None:
         """Allocate the workspace and launch.
@@ -191,7 +191,8 @@ class Launcher:
                 self.launch(launch, found, prepared.variant)
 
     def launch(self, launch: PreparedLaunch, values: list[Any], variant: object | None) -> Any:
-        """Launch one kernel; `values` of all its arguments in order. Returns it as compiled, None where Triton does not tell."""
+        """Launch one kernel with the `values` of all its arguments in order. Returns the compiled kernel, or None if Triton does not report
+        it."""
         key = None
         if variant is not None:
             kinds = [x if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16) for i, _ in launch.pointers]
@@ -211,7 +212,7 @@ class Launcher:
         return compiled
 
     def start(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run one launch; returns the compiled kernel where Triton tells. `tune` also keeps the launch."""
+        """Run one launch; returns the compiled kernel if Triton reports it. `tune` also records the launch."""
         return run()
 
 
@@ -242,7 +243,7 @@ class Bound:
             self.count += size
 
     def run(self, output: Tensor, *inputs: Tensor) -> None:
-        """Launch on contiguous copies of `inputs`, in the order of `names`, of which the contiguous `output` is the first."""
+        """Launch on contiguous `inputs`, in the order of `names`; the contiguous `output` is the first."""
         tensors = [output, *[x if x.is_contiguous() else x.contiguous() for x in inputs]]
         addresses = [tensor.data_ptr() for tensor in tensors]
         counters = persistent_counters(output.device, self.count).data_ptr() if self.count else 0
@@ -286,7 +287,7 @@ class Bound:
 
 
 _BoundLaunch = tuple[Callable[..., Any], list[Any], list[tuple[int, int]], list[tuple[int, int, int]]]
-"""How to start a kernel, its arguments; position and index of the call's own tensors, and position, base and offset of buffers."""
+"""A kernel's start function and arguments; (position, index) of the call's own tensors, (position, base, offset) of buffers."""
 
 
 class _Watching(Launcher):
@@ -324,7 +325,7 @@ def descriptor(
 
 
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A workspace buffer on the device of `like`; tests put guards around it."""
+    """A workspace buffer on the device of `like`; tests add guards around it."""
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -366,8 +367,9 @@ def persistent_counters(device: torch.device, size: int) -> Tensor:
 
 
 def spare_counters(device: torch.device, size: int) -> None:
-    """Have counters for a stream that has none yet, at least `size` of them. Not in a capture, nor where PyTorch warms up for one: it
-    counts what its own memory pool holds afterwards."""
+    """Create counters for a stream that has none, at least `size`. Not in a capture or PyTorch's warm-up for one, which checks its memory
+    pool
+    afterwards."""
     spare = _spare.setdefault(device, [])
     if spare and spare[-1].numel() >= size:
         return
@@ -380,7 +382,7 @@ def spare_counters(device: torch.device, size: int) -> None:
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability, 90 for sm_90; the interpreter's is that of the tables it uses."""
+    """Compute capability, 90 for sm_90; for the interpreter, that of its block sizes."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""What generic rooms (aot, dispatch, packages) know of an op: one `Op`, which the op's folder makes, and in it its `OpKernels`."""
+"""The generic interface of an op (for aot, dispatch, packages): one `Op`, made in the op's folder, with its `OpKernels`."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from still_kernels.tile import KernelTile, TileTable, pow2
 
 DTYPES = ("float16", "bfloat16", "float32")
 HALVES = DTYPES[:2]
-"""Types of activations of most ops without a state."""
+"""Activation types of most ops without a state."""
 COUNT_DTYPES = ("int32", "int64")
-"""Types of activations, and of lengths and counts, that every op's kernels have."""
+"""Types of counts, that every op's kernels support."""
 MAX_HEAD_DIM = 256
 TYPES = Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}.")
 HEAD_DIM = Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}.")
 
 
 def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[str]) -> None:
-    """Raise ConfigError for a type, or another field of a variant, whose value there are no kernels for."""
+    """Raise ConfigError for a variant's type, or other field, without kernels."""
     for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
         if getattr(variant, name) not in known:
             raise unknown(getattr(variant, name), known, f"{name}={getattr(variant, name)!r}")
 
 
 def combinations(variant: Callable[..., Any], **fields: Sequence[Any]) -> Callable[[], list[Any]]:
-    """What gives the variants of both 16-bit types and both types of counts, with every combination of `fields`."""
+    """A function that returns the variants of both 16-bit types, both count types, and all combinations of `fields`."""
     every = {"dtype": ("bfloat16", "float16"), **fields, "count_dtype": ("int64", "int32")}
     return lambda: [variant(**dict(zip(every, values, strict=True))) for values in itertools.product(*every.values())]
 
 
 @dataclass(frozen=True)
 class Build:
-    """What one variant is on one architecture.
+    """One variant on one architecture.
 
     Args:
         tiles: How each kernel is compiled.
@@ -62,7 +62,7 @@ def builder(
     blocks: Mapping[str, str],
     absent: Callable[[Any], Iterable[str]] = lambda variant: (),
 ) -> Callable[..., Build]:
-    """What gives the `Build` of a variant on an architecture, or with other block sizes: build(variant, arch, table).
+    """A function build(variant, arch, table) that returns the `Build` of a variant on an architecture, optionally with other block sizes.
 
     Args:
         tiles: Block sizes of a variant on an architecture (90 for sm_90).
@@ -83,7 +83,7 @@ def builder(
 
 
 def constants_of_heads(variant: Any) -> dict[str, Any]:
-    """Compile-time constants of kernels over heads, of which each takes those that it declares."""
+    """Compile-time constants of kernels over heads; each kernel uses those that it declares."""
     return {
         "D": variant.head_dim,
         "DP": pow2(variant.head_dim),
@@ -93,7 +93,7 @@ def constants_of_heads(variant: Any) -> dict[str, Any]:
 
 
 def settling() -> dict[str, int]:
-    """The constant of kernels that have assembly, which interpreters do not run."""
+    """The constant of kernels with assembly, which interpreters do not run."""
     import triton
 
     return {"SETTLE": int(not triton.knobs.runtime.interpret)}
@@ -129,7 +129,7 @@ class OpKernels:
 
     @property
     def folder(self) -> Path:
-        """The op's: the archive's source hash covers its plan and kernels."""
+        """The op's folder; the archive's source hash covers its plan and kernels."""
         return Path(str(import_module(self.spec.package).__file__)).parent
 
     @cached_property
@@ -201,18 +201,18 @@ class OpKernels:
 
 
 def imported(module: str, name: str) -> Callable[[], Any]:
-    """What gives an attribute of a module, which it imports when it is asked: Triton and torch are slow to load, and not everywhere."""
+    """A function that imports a module and returns its attribute `name`: Triton and torch load slowly, and may be missing."""
     return lambda: getattr(import_module(module), name)
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is called."""
+    """A function that imports a module's function when called."""
     return lambda *arguments: imported(module, name)()(*arguments)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op as `still_kernels.registry` finds it: `OP` of `plan` in its folder.
+    """One op as `still_kernels.registry` finds it: `OP` in `plan` of its folder.
 
     kernels: What is launched, and what kernels are compiled for.
     """

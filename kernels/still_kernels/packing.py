@@ -1,4 +1,4 @@
-"""Sequences of different lengths, one behind the other, each with its own row of a larger state."""
+"""Packed sequences of different lengths, each with its own row of a larger state."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Packing:
     pages: Hashable | None = None
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """By the names that the kernels have for them."""
+        """Tensors by the kernels' names."""
         return {"query_start": self.query_start, "state_row": self.state_row}
 
 
 @dataclass(frozen=True)
 class PagedStates:
-    """States of packed sequences in the pages of an engine, which nobody clears.
+    """States of packed sequences in an engine's pages, which are never cleared.
 
     memory: int8 [pages, bytes]; a page's bytes side by side, the op's `Pages.size_bytes` from one to the next.
     length: Tokens of the call's B sequences before the call, [B], which the caller advances; one of length 0 starts empty, whatever its

@@ -1,4 +1,4 @@
-"""Gradients of a kernel without a backward pass of its own: by a new run of the same function in PyTorch."""
+"""Gradients of a kernel without a backward pass: run the same function again in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @functools.cache
 def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | None = False) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
+    """`function`, compiled on CUDA: unfused, elementwise work on float32 copies costs more than the GEMMs around it.
 
     Args:
         dynamic: See torch.compile; None = the second length of sequences is compiled for all others.
@@ -23,8 +23,7 @@ def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | No
 def recompute(
     call: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
 ) -> Iterator[Tensor | None]:
-    """Gradients of the `wanted` ones of `tensors` by a new run of `call(*tensors)`, whose output has the gradient `grad`; None for the
-    others."""
+    """Gradients of the `wanted` tensors, from a new run of `call(*tensors)` with the gradient `grad` of its output; None for the others."""
     leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
     with torch.enable_grad():
         output = call(*leaves)

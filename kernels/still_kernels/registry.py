@@ -1,4 +1,4 @@
-"""The kernels of every op, found by its spec: what compiles and packs asks here; no op's own module does."""
+"""The kernels of every op, found by its spec; generic code that compiles and packs imports no op's module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def op_names() -> list[str]:
 
 
 def op_of(name: str) -> Op:
-    """What there is of an op, by its name in ONNX.
+    """The `Op` by its ONNX name.
 
     Raises:
         UnsupportedError: It has no kernels.
@@ -39,7 +39,7 @@ def kernels_of(name: str) -> OpKernels:
 
 
 def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) -> dict[str, list[Any]]:
-    """The kernels that nodes with their calls need, by op: one variant for each set of choices.
+    """The kernels that nodes need, by op, from their calls: one variant for each set of choices.
 
     Raises:
         UnsupportedError: No kernel covers a node: `refusal`, the node, what the kernels have, and `advice`.
@@ -56,7 +56,7 @@ def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) ->
 
 
 def ties_of(manifest: Mapping[str, Any]) -> Ties:
-    """The ties of the ops that a package has, by its manifest: of those with a module `ties`. No torch."""
+    """The ties of a package's ops, by its manifest, for ops with a module `ties`. No torch."""
     places = (_place(name, "ties") for name in OPS if name in manifest["ops"])
     found = (import_module(place).ties_of(manifest) for place in places if _is_there(place))
     return Ties(ties for ties in found if ties)

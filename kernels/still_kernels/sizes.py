@@ -17,12 +17,12 @@ from still_kernels.plan import Call, Plan
 
 
 def tensors_of(inputs: object) -> dict[str, Tensor]:
-    """The tensors that are given, by name."""
+    """The present tensors by name."""
     return {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
 
 
 def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) -> dict[str, int]:
-    """The numbers that an op's symbols stand for in a call.
+    """The values of an op's symbols in a call.
 
     Args:
         shapes: Of the inputs that are given, and of states as past_<name>. The first one with a symbol says what it is.
@@ -49,7 +49,7 @@ def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) ->
 
 
 def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, int]:
-    """The same of a call.
+    """The values of an op's symbols for its `Inputs` and states.
 
     Raises:
         ShapeError: The shape of a tensor is not the spec's, or an attribute is unknown.
@@ -66,7 +66,7 @@ def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, i
 def counts_of(
     lengths: Tensor, new: Tensor, tokens: int, rows: int | None = None, per: int = 1
 ) -> list[tuple[int, int]]:
-    """Tokens that each sequence has seen, and those that it brings.
+    """For each sequence, (tokens seen, new tokens).
 
     Raises:
         ShapeError: They are none, or more than the `tokens` of a call.

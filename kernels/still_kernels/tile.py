@@ -1,4 +1,4 @@
-"""How one kernel is compiled, and what architectures give it. Integers only: no torch, no Triton."""
+"""How a kernel is compiled, and architecture limits. Integers only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class KernelTile:
     blocks: Mapping[str, tuple[int | str, int | str]] = field(default_factory=dict)
 
     def block(self, matrix: str) -> tuple[int, int]:
-        """Rows and columns that are copied of a matrix."""
+        """Rows and columns of a matrix that are copied at a time."""
         rows, columns = (self.constants[n] if isinstance(n, str) else n for n in self.blocks[matrix])
         return rows, columns
 
@@ -57,7 +57,7 @@ Setting = dict[str, int | None]
 
 @dataclass(frozen=True)
 class TileTable:
-    """The kernels of one variant, and the constants of its plan that only the host uses."""
+    """Tiles of one variant's kernels, and the constants of its plan that only the host uses."""
 
     tiles: Mapping[str, KernelTile]
     host: Mapping[str, int] = field(default_factory=dict)

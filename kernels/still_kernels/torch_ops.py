@@ -14,8 +14,8 @@ from still_graphs.spec import AttributeValue
 
 Given = Mapping[str, Tensor | None]
 Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]
-"""From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>). The last argument says that
-states may be written in place and returned."""
+"""Maps inputs (states as past_<name>) and attributes to outputs (states as present_<name>), all by name. Last argument: states may be
+written in place and returned."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library(DOMAIN, "DEF")
 
 
 def torch_schema(spec: OpSpec, in_place: bool = False) -> str:
-    """Schema string of a torch op: inputs, past states, attributes; outputs, present states.
+    """Schema of a torch op: inputs, past states, attributes; outputs, present states.
 
     A present state that the configuration does not have is returned as an empty tensor. In place, states are written and not returned.
     """
@@ -37,8 +37,9 @@ def torch_schema(spec: OpSpec, in_place: bool = False) -> str:
 
 
 def register(spec: OpSpec, compute: Compute) -> None:
-    """Define `torch.ops.still.<torch_name>`, which computes by `compute`, differentiates through it, and traces as one node; and
-    `<torch_name>_`, which writes the states in place."""
+    """Define `torch.ops.still.<torch_name>`, which runs `compute`, is differentiable, and traces as one node; and `<torch_name>_`, which
+    writes
+    states in place."""
     names, outputs = spec.input_names(), spec.output_names()
 
     def split(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, AttributeValue]]:
@@ -55,7 +56,7 @@ def register(spec: OpSpec, compute: Compute) -> None:
         )
 
     def shaped(*arguments: Any) -> list[Tensor]:
-        """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""
+        """Shapes and dtypes of the results, all contiguous; states keep their sizes."""
         given, attributes = split(arguments)
         sizes: dict[Any, Any] = {}
         for name, spec_of in zip(names, spec.all_inputs(), strict=True):
@@ -99,7 +100,7 @@ def _returned(outputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 
 def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
-    """Call the op with inputs by name, absent ones left out; its outputs by name, states that it does not have left out."""
+    """Call the op with present inputs by name; returns outputs by name, without absent states."""
     op = getattr(getattr(torch.ops, spec.domain), spec.torch_name)
     results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
     results = (results,) if isinstance(results, Tensor) else results
