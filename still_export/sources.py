@@ -30,7 +30,7 @@ from still_export.package.files import MANIFEST
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize takes them."""
 
-BESIDE = {
+COMPANION_FILES = {
     "mamba_config.json": ("mambainllama", ("llama", "mistral")),
     "hybrid_config.json": ("zebra_llama", ("llama",)),
 }
@@ -122,7 +122,7 @@ def look(source: str | Path) -> Found:
         config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        became = (kind for name, (kind, _) in BESIDE.items() if (path / name).is_file())
+        became = (kind for name, (kind, _) in COMPANION_FILES.items() if (path / name).is_file())
         model_type = next(became, recognised(config))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)

@@ -82,8 +82,8 @@ def in_half(*values: ir.Value) -> bool:
 
 def on_last(node: ir.Node, default: int = 0) -> bool:
     """Whether a node's axis is the last of its input; `default`: the axis without the attribute."""
-    axis, given = node.attributes.get_int("axis", default), node.inputs[0]
-    return axis == -1 or (given is not None and axis == rank(given) - 1)
+    axis, read = node.attributes.get_int("axis", default), node.inputs[0]
+    return axis == -1 or (read is not None and axis == rank(read) - 1)
 
 
 def drop_unused(graph: ir.Graph) -> int:

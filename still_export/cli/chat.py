@@ -66,7 +66,7 @@ def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
     """The answer, after old turns were dropped if necessary; None if the user declines."""
-    with interruptible() as stopped, typing_kept(), output.reading(len(message) // 4) as progress:
+    with interruptible() as stopped, buffered_typing(), output.reading(len(message) // 4) as progress:
         try:
             answer = conversation.ask(message, sys.stdout, progress, stopped)
         except FullError as full:
@@ -147,7 +147,7 @@ def line_reader() -> Callable[[str], str | None]:
 
 
 @contextlib.contextmanager
-def typing_kept() -> Iterator[None]:
+def buffered_typing() -> Iterator[None]:
     """Inside the block, typed text is not shown, and is available to the next `read`, even after Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield

@@ -106,9 +106,9 @@ def complain(name: str, message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
+def as_typed(message: str, kind: str, argv: Sequence[str]) -> str:
     """`message` with the verb and folder before it and a command after it, each unless the message has it already."""
-    verb, subject = given[0], next((word for word in given[1:2] if not word.startswith("-")), "")
+    verb, subject = argv[0], next((word for word in argv[1:2] if not word.startswith("-")), "")
     begin = "" if subject and subject in message else f"{verb} {subject}".rstrip() + ": "
     end = ""
     if not _COMMAND.search(message):
@@ -122,15 +122,15 @@ def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
     return f"{begin}{message}{end}"
 
 
-def usage(error: Exception, given: Sequence[str]) -> str:
+def usage(error: Exception, argv: Sequence[str]) -> str:
     """typer's message for invalid flags as one sentence that starts with the flag and value that were typed."""
     parameter = getattr(error, "param", None)
     names = tuple(getattr(parameter, "opts", ())) or (getattr(error, "option_name", ""),)
     typed = ""
-    for at, word in enumerate(given):
+    for at, word in enumerate(argv):
         name, joined, value = word.partition("=")
         if name in names and name.startswith("-"):
-            typed = f"{name} {value if joined else next(iter(given[at + 1 :]), '')}".rstrip()
+            typed = f"{name} {value if joined else next(iter(argv[at + 1 :]), '')}".rstrip()
     said = str(getattr(error, "message", error))
     if parameter is None or not said:
         said = error.format_message() if hasattr(error, "format_message") else said

@@ -149,36 +149,36 @@ def main(arguments: list[str] | None = None) -> None:
 
     An error is one line; with --debug, in any place, its traceback.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in typed
+    typed = [argument for argument in typed if argument != "--debug"]
     verbs = {file for files in PANELS.values() for file in files}
-    if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
-        near = difflib.get_close_matches(given[0], verbs, 1)
-        if near and not given[0].startswith("-") and not Path(given[0]).exists():
-            complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
+    if typed and typed[0] not in verbs and typed[0] not in ROOT_OPTIONS:
+        near = difflib.get_close_matches(typed[0], verbs, 1)
+        if near and not typed[0].startswith("-") and not Path(typed[0]).exists():
+            complain("ConfigError", f"{typed[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
             sys.exit(2)
-        given.insert(0, "export")
+        typed.insert(0, "export")
     if threading.current_thread() is threading.main_thread():
         for number in INTERRUPTS:
             signal.signal(number, _interrupt)
         if hasattr(signal, "SIGBUS"):
             end_at_lost_pages()
     try:
-        given = _as_files(given)
-        _look_ahead(given)
-        verb = given[0] if given else ""
-        sys.exit(app(verb, verb in verbs)(given, standalone_mode=False) or 0)
+        typed = _as_files(typed)
+        _look_ahead(typed)
+        verb = typed[0] if typed else ""
+        sys.exit(app(verb, verb in verbs)(typed, standalone_mode=False) or 0)
     except USAGE as error:
-        if not given or verb not in verbs:  # the help, where no verb is given
+        if not typed or verb not in verbs:  # the help, where no verb is given
             error.show()  # type: ignore[attr-defined]
         else:
-            complain("ConfigError", as_typed(usage(error, given), "ConfigError", given))
+            complain("ConfigError", as_typed(usage(error, typed), "ConfigError", typed))
         sys.exit(2)
     except (StillExportError, RunError) as error:
         if debug:
             raise
-        complain(type(error).__name__, as_typed(str(error), type(error).__name__, given))
+        complain(type(error).__name__, as_typed(str(error), type(error).__name__, typed))
         sys.exit(2)
     except ImportError as error:
         command = installation(error.name)
@@ -225,20 +225,20 @@ def _as_files(words: list[str]) -> list[str]:
     return files
 
 
-def _look_ahead(given: list[str]) -> None:
+def _look_ahead(typed: list[str]) -> None:
     """Check what a verb is about before its flags are made."""
-    words = list(takewhile(lambda word: not word.startswith("-"), given[1:]))
+    words = list(takewhile(lambda word: not word.startswith("-"), typed[1:]))
     if any(not word.strip() for word in words):
         raise ModelNotFoundError(
-            f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
+            f"{typed[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
-    for flag, value in _values(given[1:]):
+    for flag, value in _values(typed[1:]):
         if flag in READ and value and not Path(value).expanduser().exists():
             raise ConfigError(f"{flag} {value}: there is no such file.")
-    if given[:1] == ["evaluate"]:  # its flags need torch
+    if typed[:1] == ["evaluate"]:  # its flags need torch
         from still_export.folders.model import check_model
 
-        if any(word.partition("=")[0] == "--report" for word in given):
+        if any(word.partition("=")[0] == "--report" for word in typed):
             demand(*EXTRAS["report"])
         for model in words:
             if "://" not in model and look(model).kind not in ("package", "adapter"):
@@ -248,7 +248,7 @@ def _look_ahead(given: list[str]) -> None:
             "--teacher": check_model,
             "--tokenizer": local,
         }
-        for flag, value in _values(given[1:]):
+        for flag, value in _values(typed[1:]):
             if flag in looks and value:
                 looks[flag](value)
 

@@ -75,17 +75,17 @@ def run(
     from still_export.runtime.snapshot import Snapshot
     from still_export.runtime.text import write_answer
 
-    given = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
-    if not given and not chat and not sys.stdin.isatty():
+    prompts = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
+    if not prompts and not chat and not sys.stdin.isatty():
         prompt = "-"
-        given.append(prompt)
-    if len(given) > 1 or not (given or chat) or (chat and prompt_ids is not None):
+        prompts.append(prompt)
+    if len(prompts) > 1 or not (prompts or chat) or (chat and prompt_ids is not None):
         raise ConfigError(
             f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
             f'{shlex.quote(str(package))} --prompt "..."'
         )
     wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
-    if save_state and not given:
+    if save_state and not prompts:
         raise ConfigError("--save-state saves what a prompt leaves: give --prompt or --prompt-file.")
     if save_state:
         report_folder(save_state.parent)
@@ -104,7 +104,7 @@ def run(
         with out.waiting(f"opening {package}"):
             model = load(package, trust_native=trust_native, adapter=adapter, **opening)
         prefix = Snapshot.load(load_state) if load_state else None
-        if not given:
+        if not prompts:
             cache = open_prefixes(model.runner, wanted.prefix_cache, wanted.prefix_dir)
             most, table = wanted.tokens or TALK_TOKENS, model.runner.table
             if wanted.tokens is None and table.bounded:
@@ -158,24 +158,24 @@ def run(
     )
 
 
-def _ids(given: str | None) -> list[int] | None:
-    if given is None:
+def _ids(text: str | None) -> list[int] | None:
+    if text is None:
         return None
     from still_export.runtime.text import token_ids
 
     try:
-        return token_ids(given)
+        return token_ids(text)
     except ValueError:
-        raise ConfigError(f"--prompt-ids {given}: give numbers separated by commas.") from None
+        raise ConfigError(f"--prompt-ids {text}: give numbers separated by commas.") from None
 
 
-def _arguments(given: str | None) -> dict[str, Any] | None:
-    if given is None:
+def _arguments(text: str | None) -> dict[str, Any] | None:
+    if text is None:
         return None
     try:
-        found = json.loads(given)
+        found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--chat-template-kwargs {given:.60}: no JSON: {error}.") from None
+        raise ConfigError(f"--chat-template-kwargs {text:.60}: no JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
+        raise ConfigError(f"--chat-template-kwargs {text:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
     return found

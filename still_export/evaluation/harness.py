@@ -37,7 +37,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         package: Its folder. runtime, provider, threads: See `still-export run`.
         max_tokens: Of a window of `loglikelihood_rolling`, and of an answer whose task names no length.
-        given: What the command line always passes: device and batch sizes, which a package has itself.
+        extra: What the command line always passes: device and batch sizes, which a package has itself.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         provider: str = "cpu",
         threads: int = 0,
         max_tokens: int = 1024,
-        **given: Any,
+        **extra: Any,
     ) -> None:
         super().__init__()
         opened = open_package(Path(package), check_hashes=False)  # the runner compares them
@@ -138,18 +138,18 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: Its folder, hub id or GGUF file; a softmax model is read as it is.
         adapter: What `linearize` trained from it.
-        given: What the command line always passes: device and batch size among it.
+        extra: What the command line always passes: device and batch size among it.
     """
 
     def __init__(
-        self, model: str, adapter: str | None = None, dtype: str = "auto", tokens: int = 4096, **given: Any
+        self, model: str, adapter: str | None = None, dtype: str = "auto", tokens: int = 4096, **extra: Any
     ) -> None:
         overlays = () if adapter is None else (adapter,)
         (found,) = load_any(model, None, dtype, generates=True, tokens=int(tokens), overlays=overlays).values()
         device = pick_device(
-            str(given.pop("device", None) or "auto").partition(":")[0]
+            str(extra.pop("device", None) or "auto").partition(":")[0]
         )  # the command line says "cuda:0"
-        super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **given)
+        super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **extra)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def evaluate(
         DataError: A text is unusable.
     """
     options = options or EvaluationOptions()
-    model, given = str(models[0]), [str(m) for m in models]
-    served = [m for m in given if is_served(m)]
-    packages = _packages([m for m in given if m not in served], alone=not served)
+    model, paths = str(models[0]), [str(m) for m in models]
+    served = [m for m in paths if is_served(m)]
+    packages = _packages([m for m in paths if m not in served], alone=not served)
     if served:
         _check_served(options)
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))

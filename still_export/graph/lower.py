@@ -197,10 +197,10 @@ def _drop_absent(model: ir.Model) -> None:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         if spec is None:
             continue
-        given = dict(zip(spec.input_names(), node.inputs, strict=False))
+        node_inputs = dict(zip(spec.input_names(), node.inputs, strict=False))
         for name, output in zip(spec.output_names(), node.outputs, strict=True):
             past = name.replace("present_", "past_", 1)
-            if past != name and given.get(past) is None:
+            if past != name and node_inputs.get(past) is None:
                 output.name = ""
         if (cache := node.attributes.get(CACHE.name)) is not None and cache.value == CACHE.default:
             del node.attributes[CACHE.name]

@@ -173,7 +173,7 @@ class Planner:
             with run.accelerator.autocast():
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
-            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.beside(base)}")
+            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.compared(base)}")
             plan = BudgetPlan(needs, count, most, salient, base, tried, tokens=tokens)
             expected = LEFT * worst(tried, base)
             if expected <= self.budget.loss or count == most:
@@ -254,7 +254,7 @@ class Planner:
                 reached = self.stick.measured(model)
             loss = worst(reached, plan.base)
             met = loss <= self.budget.loss and reached.found >= least
-            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.beside(plan.base)}")
+            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.compared(plan.base)}")
             if met or count == plan.most:
                 break
             wanted = count + max(1, run.layers // 10) if reached.found < least else 0
@@ -276,7 +276,7 @@ class Planner:
             "minutes": minutes,
             "promises": promises,
             "met": all(promise == MET for promise in promises.values()),
-            "said": f"{reached.beside(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
+            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
             f"softmax, state {state:.0%} of the base's cache at {run.context:,} tokens, {minutes:.1f} minutes. Promised {self.budget}: "
             + ", ".join(f"{name} {promise}" for name, promise in promises.items()),
         }

@@ -372,7 +372,7 @@ class LinearizationRun:
         ]  # some were while others were trained
         tensors = {n: t for n, t in tensors.items() if not any(f".layers.{i}." in n for i in softmax)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
-        with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
+        with staged_folder(self.output, force=True, keep=self.folder.other_entries) as folder:
             if tensors:
                 adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
                 model = adapter.apply_adapter(self.recipe.base, folder / "adapter")

@@ -68,13 +68,13 @@ def _on_a_stream_of_its_own(
     """Run a trainer's method on a separate CUDA stream, because graphs cannot be recorded on the default one."""
 
     @functools.wraps(method)
-    def wrapped(trainer: Trainer, /, *given: Arguments.args, **named: Arguments.kwargs) -> StageReport:
+    def wrapped(trainer: Trainer, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> StageReport:
         if trainer.accelerator.device.type != "cuda":
-            return method(trainer, *given, **named)
+            return method(trainer, *arguments, **named)
         default, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(default)
         with torch.cuda.stream(stream):
-            report = method(trainer, *given, **named)
+            report = method(trainer, *arguments, **named)
         default.wait_stream(stream)
         return report
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from still_export.mixers.cache_layer import CACHE, FixedProgress, Progress, StillCacheLayer
-from still_export.mixers.kept import kept_dtype
+from still_export.mixers.cache_type import cache_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable
 
@@ -133,7 +133,7 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
                 shape[0] = "batch"
                 if growth is not None:
                     shape[int(growth["axis"])] = str(growth["dimension"])
-                own = kept_dtype(config, dtype) if spec.narrow else dtype
+                own = cache_dtype(config, dtype) if spec.narrow else dtype
                 kind = str(own).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
                 name = f"{spec.name}.{index}"
                 states.append(State(name, index, op.spec.name, tuple(shape), kind, spec.in_place, growth))

@@ -127,55 +127,55 @@ def states_of(
     return layer.take(hidden.dtype, hidden.device), layer.new_tokens, layer
 
 
-class BesideFixedStates(KernelStateLayer[State]):
-    """Mixed in before a cache layer with one state, for a layer of two mixers: `beside` has the other's fixed-size states.
+class WithFixedStates(KernelStateLayer[State]):
+    """Mixed in before a cache layer with one state, for a layer of two mixers: `second_mixer` has the other's fixed-size states.
 
     Args:
         own: What the cache layer itself is made of.
     """
 
     def __init__(self, ops: Sequence[LayerOp], *own: Any) -> None:
-        self.beside = FixedStates(ops)
+        self.second_mixer = FixedStates(ops)
         super().__init__(*own)
 
     @property
     def progress(self) -> Progress:
-        return self.beside.progress
+        return self.second_mixer.progress
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
-        self.beside.progress = progress
+        self.second_mixer.progress = progress
 
     @property
     def fixed(self) -> bool:
-        return self.beside.fixed
+        return self.second_mixer.fixed
 
     @fixed.setter
     def fixed(self, fixed: bool) -> None:
-        self.beside.fixed = fixed
+        self.second_mixer.fixed = fixed
 
     def part(self, kind: type[LayerT]) -> LayerT | None:
-        return super().part(kind) or self.beside.part(kind)
+        return super().part(kind) or self.second_mixer.part(kind)
 
     def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         super().allocate(batch, tokens, dtype, device)
-        self.beside.allocate(batch, tokens, dtype, device)
+        self.second_mixer.allocate(batch, tokens, dtype, device)
 
     def states(self) -> dict[str, Tensor]:
-        return self.beside.states() | super().states()
+        return self.second_mixer.states() | super().states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        others = fixed_states(self.beside.ops)
+        others = fixed_states(self.second_mixer.ops)
         super().load({name: x for name, x in states.items() if name not in others})
-        self.beside.load({name: x for name, x in states.items() if name in others})
+        self.second_mixer.load({name: x for name, x in states.items() if name in others})
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         super().map_rows(change)
-        self.beside.map_rows(change)
+        self.second_mixer.map_rows(change)
 
     def reset(self) -> None:
         super().reset()
-        self.beside.reset()
+        self.second_mixer.reset()
 
 
 class FixedStateModule(nn.Module):

@@ -94,10 +94,10 @@ class PagedLayer(Protocol):
     window: int = 0
     """Window of an additional softmax attention by the engine, in tokens including the current one; 0: none."""
 
-    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+    def inputs(self, packed: PagedTokens) -> dict[str, Tensor]:
         """Arguments of `attend`, each [tokens, ...]."""
 
-    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
+    def result(self, output: Tensor, window: Tensor | None, packed: PagedTokens) -> Tensor:
         """Input of the layer's last projection, [tokens, H, D], from the outputs of `attend` and of the engine's attention."""
         return output
 

@@ -130,7 +130,7 @@ def repeated(x: Tensor, groups: int, heads: int) -> Tensor:
     return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=2).flatten(2)
 
 
-def wants_gradients(x: Tensor) -> bool:
+def needs_gradients(x: Tensor) -> bool:
     """Whether operations on `x` need gradients."""
     return torch.is_grad_enabled() and x.requires_grad
 

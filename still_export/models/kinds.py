@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class UserChoice:
     """The user's choices: whether to attach untrained STILL attention, and its configuration."""
 
     attach_untrained: bool
@@ -77,12 +77,12 @@ class Kind:
 
     name: str
     recognises: Callable[[Checkpoint], bool]
-    configure: Callable[[Checkpoint, Wanted], LayersConfig]
+    configure: Callable[[Checkpoint, UserChoice], LayersConfig]
     linearized: bool = False
     fresh: bool = False
 
 
-def _still(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _still(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     wanted.refuse_config(f"{found.source} is a STILL model")
     if not isinstance(found.config.get("still_config"), dict):
         raise ConfigError(
@@ -91,7 +91,7 @@ def _still(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return StillConfig.from_dict(found.config["still_config"], f"config.json of {found.source}: still_config")
 
 
-def _released(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _released(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if found.model_type == "still":
         found.model_type = convert.released_family(found.config, found.tensors)
     found.tensors = convert.convert_released(found.tensors)
@@ -100,13 +100,13 @@ def _released(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return replace(still, layer_types=types) if still.layer_types is None and types is not None else still
 
 
-def _lolcats(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _lolcats(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     family_of(found.model_type)
     found.tensors, still = convert.convert_lolcats(found.tensors, wanted.still_config, found.layers)
     return still
 
 
-def _linear(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _linear(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if wanted.attach_untrained or wanted.still_config is not None or found.still is not None:
         raise ConfigError(
             f"{found.source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
@@ -116,7 +116,7 @@ def _linear(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return LayersConfig()
 
 
-def _softmax(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _softmax(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if not wanted.attach_untrained and found.still is None:
         what = f"{found.source} is a plain softmax {found.model_type} model"
         if found.overlays:

@@ -30,7 +30,7 @@ from still_export.models.families.linear_names import language_model
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
 from still_export.models.gguf import read_gguf, read_tokenizer
-from still_export.models.kinds import Checkpoint, Wanted, kind_of
+from still_export.models.kinds import Checkpoint, UserChoice, kind_of
 from still_export.models.read import convert
 from still_export.models.read.checkpoint import open_tensors, read_config, stored_dtype
 from still_export.models.read.tokenizer_file import tokenizer_of
@@ -126,7 +126,7 @@ def open_source(
             f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained, or give the softmax model that it "
             "was made of."
         )
-    still = kind.configure(found, Wanted(attach_untrained, still_config))
+    still = kind.configure(found, UserChoice(attach_untrained, still_config))
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     return _built(found, still, kind.fresh, sees)
 
@@ -220,7 +220,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
 
 def _folder_tokenizer(path: Path, source: str | Path) -> Any:
-    given = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
+    present = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     check_tokenizer_files(path)
     if (path / "config.json").is_file():
         read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
@@ -232,13 +232,13 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
         reason = " ".join(str(error).split())
         if (why := _config_fault(path)) == reason:
             raise CheckpointError(f"{path / 'config.json'}: transformers cannot read it: {why}") from error
-        if given:
-            lacks = "" if path / "tokenizer.json" in given else " without tokenizer.json"
+        if present:
+            lacks = "" if path / "tokenizer.json" in present else " without tokenizer.json"
             raise CheckpointError(
-                f"{', '.join(map(str, given))}{lacks}: no tokenizer that transformers can read: {reason}"
+                f"{', '.join(map(str, present))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
-    if not given and not tokenizer.encode(
+    if not present and not tokenizer.encode(
         "a word", add_special_tokens=False
     ):  # for some families transformers makes an empty one
         raise ModelNotFoundError(

@@ -106,7 +106,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
-    if (what := _beside(config)) is not None:
+    if (what := _further_processing(config)) is not None:
         raise UnsupportedError(
             f"{origin} says that its weights {what}. This form of {method} is not supported. {OTHERS}"
         )
@@ -141,7 +141,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
 
 
-def _beside(config: Mapping[str, Any]) -> str | None:
+def _further_processing(config: Mapping[str, Any]) -> str | None:
     """Something besides rounding that was done to weights, or declared of their format, and may not show in tensors; None: nothing."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":

@@ -42,8 +42,8 @@ class Names(Namespace):
     """A namespace that refuses private names, which lead to Python's own objects."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args
-        values = dict(*given, **kwargs)
+        self, *rest = args
+        values = dict(*rest, **kwargs)
         for name in values:
             _demand_public(name)
         Namespace.__init__(self, values)

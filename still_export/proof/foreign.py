@@ -112,10 +112,10 @@ class ForeignProof:
         config = _read(AutoConfig, model).get_text_config()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.package = ForeignModel(path, size)
-        given = self.package.next.outputs["logits"].shape[-1]
-        if isinstance(given, int) and given != config.vocab_size:
+        width = self.package.next.outputs["logits"].shape[-1]
+        if isinstance(width, int) and width != config.vocab_size:
             raise ConfigError(
-                f"--model {model}: {path} gives logits of {given} tokens, the model {config.vocab_size}. Name the one it was made from."
+                f"--model {model}: {path} gives logits of {width} tokens, the model {config.vocab_size}. Name the one it was made from."
             )
         self.report = _report(self.package)
         self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))

@@ -67,9 +67,9 @@ def _epsilons(graph: Any) -> Iterator[tuple[str, float]]:
     """(weight name, epsilon) of every norm whose weight is one of the model's."""
     weights = weights_of(graph)
     for node in graph.node:
-        given = [a.f for a in node.attribute if a.name.endswith(EPSILON)]
-        if not given and not (node.op_type.endswith("Normalization") and not node.domain):
+        epsilons = [a.f for a in node.attribute if a.name.endswith(EPSILON)]
+        if not epsilons and not (node.op_type.endswith("Normalization") and not node.domain):
             continue
         names = {name for value in node.input for name in weights.get(value, ()) if name.endswith("norm.weight")}
         if len(names) == 1:
-            yield names.pop(), given[0] if given else DEFAULT
+            yield names.pop(), epsilons[0] if epsilons else DEFAULT

@@ -154,9 +154,9 @@ def _settings(
         yield op, f"is in {len(nodes)} nodes, and PyTorch calls it {len(calls)} times"
         return
     for number, (node, call) in enumerate(zip(nodes, calls, strict=True)):
-        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        node_values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         for name, right in call.items():
-            found = given.get(name, OPS[op].attribute(name).default)
+            found = node_values.get(name, OPS[op].attribute(name).default)
             found = found.decode() if isinstance(found, bytes) else found
             same = found == right
             if isinstance(right, float) and isinstance(found, (int, float)):

@@ -467,10 +467,10 @@ def _torch_cases(
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
+    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
     words = asked_tokens(package.path, manifest) if words is None else words
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
+    cases = TorchCases(manifest, reference, own_run, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:

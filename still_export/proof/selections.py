@@ -83,8 +83,8 @@ class Selections:
 def _tokens(question: Question) -> str:
     """Hash of the tokens of some calls."""
     found = hashlib.sha256()
-    for given in [*(call[name] for call in question.feeds for name in ("input_ids", "new_tokens")), *question.steps]:
-        array = np.ascontiguousarray(given, np.int64)
+    for part in [*(call[name] for call in question.feeds for name in ("input_ids", "new_tokens")), *question.steps]:
+        array = np.ascontiguousarray(part, np.int64)
         found.update(f"{array.shape}".encode())
         found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:24]

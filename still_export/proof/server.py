@@ -49,7 +49,7 @@ SENTENCES = (
 """Texts that prompts are cut from: prose, code, a table."""
 
 
-class Asks(Protocol):
+class Server(Protocol):
     tokens: bool
 
     def ask(self, prompt: str | list[int], most: int) -> Answer: ...
@@ -199,7 +199,7 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 class ServerProof:
     """Asks a server in every way and compares its answers with a file."""
 
-    server: Asks
+    server: Server
     reference: Reference
     lengths: Sequence[int] = LENGTHS
     seed: int = 0

@@ -98,12 +98,12 @@ class TorchCases:
         """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws`: further runs of PyTorch with
         stochastic
         rounding in linear layers."""
-        reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
+        reference = _RunningChains(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
         # Both runs go layer by layer, side by side: what a layer gave is measured, then dropped.
         models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
-        runs = [_Asked(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
+        runs = [_RunningChains(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
         own = runs[0]
         spills = [SpillFile() for _ in cases]
         count = self.reference.layers
@@ -161,8 +161,8 @@ class TorchCases:
         asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
         if scores and not done:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-            beside = self.ties.scores([look for answer in asked for look in answer.looks])
-            case.leads |= self.ties.leads(scores, beside, counts)
+            own_scores = self.ties.scores([look for answer in asked for look in answer.looks])
+            case.leads |= self.ties.leads(scores, own_scores, counts)
         pairs = _pairs(case, asked[0].outputs, layer)
         if layer is None and not done:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
@@ -182,7 +182,7 @@ class TorchCases:
             held.update({n: _usual(held.get(n), errors, done) for n, errors in errors_by_name.items()})
 
 
-class _Asked:
+class _RunningChains:
     """Chains of several cases on their way through a model. Calls are cut so that every score that the ties need is seen."""
 
     def __init__(self, model: LayerwiseModel, asked: list[list[Chain]], ties: Ties) -> None:
@@ -217,7 +217,7 @@ class _Meanings:
     def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
         self.chains = [draft.chain for draft in drafts]
         copies = [replace(chain, calls=_joined(chain.calls), follow=dict(chain.follow)) for chain in self.chains]
-        self.asked = _Asked(own, [[chain] for chain in copies], ties)
+        self.asked = _RunningChains(own, [[chain] for chain in copies], ties)
 
     def tell(self, layer: int) -> None:
         """Replace keys by offsets of tokens in the chains' choices for a layer."""

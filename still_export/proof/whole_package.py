@@ -251,8 +251,8 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
 
 def _chat_of(own: Any) -> dict[str, Any]:
     """The manifest's chat format for a tokenizer with a template."""
-    given = own.chat_template
-    templates = dict(given) if isinstance(given, Mapping) else {"default": str(given)}
+    own_template = own.chat_template
+    templates = dict(own_template) if isinstance(own_template, Mapping) else {"default": str(own_template)}
     found = ChatFormat(templates, dict(own.special_tokens_map))
     start = ""
     with contextlib.suppress(RunError):  # a template that takes no message alone

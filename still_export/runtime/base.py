@@ -125,17 +125,17 @@ class Runner(Decoder):
         """Reserve room in counted states for `tokens` more tokens, or for them after `arrays`, states of sequences."""
         if not self._counted_rows:
             return
-        held = {} if arrays is None else self._rows_held(arrays)
+        held = {} if arrays is None else self._rows_used(arrays)
         most = {n: max(rows, held[n]) if held else rows for n, rows in self._used_rows.items()}
         if any(rows + tokens > self._counted_rows[n] for n, rows in most.items()) and not held:
-            most = self._rows_held(self._views())
+            most = self._rows_used(self._views())
         self._used_rows = {n: rows + tokens for n, rows in most.items()}
         full = {n: rows for n, rows in self._used_rows.items() if rows > self._counted_rows[n]}
         if full:
             self._counted_rows |= {n: rows + max(SPARE_ROWS, rows // 8) for n, rows in full.items()}
             self._resize(self.room)
 
-    def _rows_held(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    def _rows_used(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
         """Used rows of counted states by dimension, with the newest tokens' rows."""
         found = dict.fromkeys(self._counted_rows, 0)
         for state in self.table:
@@ -272,7 +272,7 @@ class Runner(Decoder):
         """The state of one sequence by name, [1, ...], cut to used rows; the next call may overwrite it."""
         length = int(self.length[sequence])
         arrays = {n: array[sequence : sequence + 1] for n, array in self._views().items()}
-        held = self._rows_held(arrays) if self._counted_rows else {}
+        held = self._rows_used(arrays) if self._counted_rows else {}
 
         def shapes(tokens: int) -> dict[str, tuple[int, ...]]:
             rows = self.table.rows(tokens)

@@ -87,12 +87,12 @@ class Sampling:
             raise NotFiniteError()
         with np.errstate(over="ignore"):  # the smallest temperatures give -inf and weight 0
             weight = np.exp((logits.astype(np.float64) - largest) / self.temperature)
-        tokens = self._kept(weight)
+        tokens = self._candidates(weight)
         mass = np.cumsum(weight if tokens is None else weight[tokens])
         place = int(np.searchsorted(mass / mass[-1], self.random.random(), side="right"))
         return place if tokens is None else int(tokens[place])
 
-    def _kept(self, weight: np.ndarray) -> np.ndarray | None:
+    def _candidates(self, weight: np.ndarray) -> np.ndarray | None:
         """The tokens to sample from, likeliest first; None: all. Sorts only as much of the vocabulary as needed."""
         if not self.top_k and self.top_p == 1:
             return None

@@ -265,14 +265,14 @@ class TrtModel(TrtEngine, Runner):
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         self._drop_guess()
         for state in self.table:
-            shape, given = self._state_shapes[state.name][1:], arrays.get(state.name)
+            shape, incoming = self._state_shapes[state.name][1:], arrays.get(state.name)
             size = math.prod(shape) * ITEM_BYTES[state.dtype]
-            if given is None:
+            if incoming is None:
                 if size:
                     self._state[state.name].zero(sequence * size, size)
             elif size:
                 held = np.zeros(shape, NUMPY_TYPES[state.dtype])
-                held[tuple(slice(0, n) for n in given.shape[1:])] = given[0]
+                held[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
                 self._state[state.name].write(held, sequence * size)
                 self.driver.synchronize()  # before `held` is freed
 

@@ -130,14 +130,14 @@ class Text:
             RunError: The template refuses them, or the package has none.
         """
         chat = self.format()
-        given: dict[str, Any] = {"tools": tools, "arguments": arguments}
+        options: dict[str, Any] = {"tools": tools, "arguments": arguments}
         if goes_on is None:
             goes_on = bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
         if place != "text":
-            return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **given), special=False)
+            return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **options), special=False)
         if goes_on:
-            return self.encode(chat.render_open(messages, **given), special=False)
-        return self.encode(chat.render(messages, **given, reply=reply), special=False)
+            return self.encode(chat.render_open(messages, **options), special=False)
+        return self.encode(chat.render(messages, **options, reply=reply), special=False)
 
     def opening(self, text: str, system: str | None = None, arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the beginning of a chat whose first message begins with `text` and continues.

@@ -29,7 +29,7 @@ from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
-from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, line, understood
+from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, asked, line, understood
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
@@ -132,8 +132,8 @@ class _Server:
 
         async def handle(request: HttpRequest) -> Response:
             if self.settings.api_key is not None:
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                same = hmac.compare_digest(given.strip().encode("latin-1"), os.fsencode(self.settings.api_key.strip()))
+                scheme, _, token = request.headers.get("authorization", "").partition(" ")
+                same = hmac.compare_digest(token.strip().encode("latin-1"), os.fsencode(self.settings.api_key.strip()))
                 if scheme.lower() != "bearer" or not same:
                     message = "the API key is missing or wrong; send it as Authorization: Bearer KEY."
                     raise ApiError(401, message, None, "invalid_api_key")
@@ -220,7 +220,7 @@ class _Server:
         usage = Reply(request, self.settings.name).usage(0, job.cached)
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
-    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
+    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> ParsedRequest:
         """Parse a client's request, as many at a time as can be answered; kind None: a text or chat to read ahead."""
         scheduler = self.worker.scheduler
         body = await self._body(http)
@@ -228,7 +228,7 @@ class _Server:
             message = f"{self._reading} requests are being read, which is the limit. Ask again later."
             raise ApiError(429, message, None, "rate_limit_exceeded")
 
-        def understand() -> Asked:
+        def understand() -> ParsedRequest:
             said, name = _parsed(body), self.settings.name
             chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
             return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
@@ -257,7 +257,7 @@ class _Server:
             task.cancel()
             self._arriving.pop(task, None)
 
-    def _submit(self, request: Asked, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
+    def _submit(self, request: ParsedRequest, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 

@@ -126,10 +126,12 @@ class Message(_Strict):
         Raises:
             ApiError: It has a field that none reads.
         """
-        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")}
-        if unknown := [name for name in given if name not in MESSAGE_FIELDS]:
+        unknown_fields = {
+            name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")
+        }
+        if unknown := [name for name in unknown_fields if name not in MESSAGE_FIELDS]:
             raise ApiError(400, f"{unknown[0][:64]} of message {number} is not served here. Leave it out.", "messages")
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **given}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **unknown_fields}
 
 
 class Chat(Generation):
@@ -147,7 +149,7 @@ class Chat(Generation):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A parsed request that can be submitted.
 
     chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
@@ -203,7 +205,7 @@ def _same(value: object, neutral: object) -> bool:
     return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
 
 
-def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> Asked:
+def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> ParsedRequest:
     """Convert a request for the scheduler.
 
     Args:
@@ -249,7 +251,9 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
     if isinstance(request, Chat):
         calls = _calls(request, text)
         marks, reasoning = {**text.marks, **_marks(calls, text)}, text.reasoning(prompt)
-    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls)
+    return ParsedRequest(
+        chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls
+    )
 
 
 def _calls(request: Chat, text: Text) -> ToolCalls:
@@ -298,7 +302,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 class Reply:
     """The JSON objects of an answer."""
 
-    def __init__(self, request: Asked, model: str) -> None:
+    def __init__(self, request: ParsedRequest, model: str) -> None:
         self.request = request
         kind = "chat.completion" if request.chat else "text_completion"
         self._head = {

@@ -135,9 +135,9 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     )
 
 
-def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
+def refuse_flags_of_others(target: Target, set_flags: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag, by its field, that does not apply to the target."""
-    for name in given:
+    for name in set_flags:
         theirs = [t for t in registry.TARGETS if name in t.flags]
         if theirs and name not in target.flags:
             known = " and ".join(dict.fromkeys(t.to for t in theirs))

@@ -84,10 +84,10 @@ def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: 
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
     weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}
-    given = (weights | {f"past_{name}" for name in names}) & set(function.input)
+    used = (weights | {f"past_{name}" for name in names}) & set(function.input)
     made = {f"present_{name}" for name in names} & set(function.output)
-    rename(function.node, {name: f"{name}_wide" for name in given | made})
-    before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(given)]
+    rename(function.node, {name: f"{name}_wide" for name in used | made})
+    before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(used)]
     after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=kept) for name in sorted(made)]
     nodes = [*before, *function.node, *after]
     del function.node[:]

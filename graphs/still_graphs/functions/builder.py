@@ -164,8 +164,8 @@ class Scope:
     ) -> onnx.GraphProto:
         """The scope as a subgraph with outputs (name, element type) and inputs (name, element type, shape)."""
         infos = [helper.make_tensor_value_info(out, dtype, None) for out, dtype in outputs]
-        given = [helper.make_tensor_value_info(*value) for value in inputs]
-        return helper.make_graph(self.nodes, name, given, infos)
+        value_infos = [helper.make_tensor_value_info(*value) for value in inputs]
+        return helper.make_graph(self.nodes, name, value_infos, infos)
 
     def function(
         self, spec: OpSpec, node: onnx.NodeProto, imports: Mapping[str, int], shared: str = "new_tokens"
@@ -176,11 +176,11 @@ class Scope:
         becomes an absent bound of a Clip whose result nobody reads, on the input `shared`, a small one of integers.
         """
         inputs, outputs = (spec.input_names()[: len(node.input)], spec.output_names()[: len(node.output)])
-        for name, given in zip(inputs, node.input, strict=True):
-            if not given:
+        for name, value_infos in zip(inputs, node.input, strict=True):
+            if not value_infos:
                 self("Clip", shared, name, None)
-        for name, given in zip(outputs, node.output, strict=True):
-            if not given:
+        for name, value_infos in zip(outputs, node.output, strict=True):
+            if not value_infos:
                 self("Identity", shared, out=name)
         opsets = [helper.make_opsetid(*each) for each in imports.items()]
         return helper.make_function(spec.domain, node.op_type, list(inputs), list(outputs), self.nodes, opsets, [])

@@ -44,7 +44,7 @@ def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fals
     query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
     if (
         not has_kernels(query.device)
-        or inputs.wants_gradients()
+        or inputs.needs_gradients()
         or new_tokens is None
         or state.key.dtype != query.dtype
     ):

@@ -35,7 +35,7 @@ class Inputs:
         """The type that is computed in: at least float32."""
         return torch.promote_types(self.input.dtype, torch.float32)
 
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def counts(self) -> Tensor:

@@ -40,15 +40,15 @@ class Stateless:
             outputs: Those that the call has, in the spec's order, of its shapes and types.
             table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         """
-        given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
-        shapes = tuple((name, x.shape) for name, x in given.items())
+        tensors, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
+        shapes = tuple((name, x.shape) for name, x in tensors.items())
         kind = (first.dtype, shapes, tuple(getattr(inputs, a.name) for a in self.spec.attributes))
         arch = launcher.arch_of(first.device)
         prepared = self._prepared(kind, arch) if table is None else self._prepare(kind, arch, table)
         if any(step.descriptors for step in prepared.launches):  # which want addresses that are multiples of 16
-            given = {name: x.clone() if x.data_ptr() % 16 else x for name, x in given.items()}
+            tensors = {name: x.clone() if x.data_ptr() % 16 else x for name, x in tensors.items()}
         made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # what a call may lack is last
-        launcher.Launcher().run(prepared, {**given, **made}, first)
+        launcher.Launcher().run(prepared, {**tensors, **made}, first)
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """The outputs for any inputs, on CUDA: they are checked first, and made contiguous. Errors: see `check` and `launch`."""

@@ -118,10 +118,12 @@ def _changed(
     match: Match, node: ir.Node, inputs: dict[int, ir.Value], attributes: dict[str, float]
 ) -> Sequence[ir.Value]:
     """`node` with other inputs, by place, and more attributes."""
-    given: list[ir.Value | None] = [*node.inputs, *[None] * (max(inputs) + 1 - len(node.inputs))]
+    node_inputs: list[ir.Value | None] = [*node.inputs, *[None] * (max(inputs) + 1 - len(node.inputs))]
     for place, value in inputs.items():
-        given[place] = value
-    return match.add(DENSE_MATMUL.name, given, {**node.attributes, **attributes}, name=node.name or "", domain=DOMAIN)
+        node_inputs[place] = value
+    return match.add(
+        DENSE_MATMUL.name, node_inputs, {**node.attributes, **attributes}, name=node.name or "", domain=DOMAIN
+    )
 
 
 FUSIONS = Fusion((OF_NORM,), _with_norm, _takes_norm), Fusion((TOTAL,), _with_residual, _takes_residual)

@@ -36,9 +36,9 @@ NEAR, MOST = 1e-20, 4096
 """Square of the residual, of what it was, where a solution is near enough: the output errs 1e-8 at a condition of 1e4. Steps to it."""
 
 
-def fault_of(given: Collection[str]) -> str | None:
-    """What is wrong with a node of the inputs `given`; None where nothing is."""
-    both = [name for name in ("correction", "ridge") if name in given]
+def fault_of(present: Collection[str]) -> str | None:
+    """What is wrong with a node of the inputs `present`; None where nothing is."""
+    both = [name for name in ("correction", "ridge") if name in present]
     if len(both) != 1:
         return f"it has {' and '.join(both) or 'neither correction nor ridge'}; it takes one of correction and ridge"
     return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from still_export.mixers.kept import narrower
+from still_export.mixers.cache_type import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
 from still_kernels.attention.call import bind_decode
 from still_kernels.attention.meaning import AttentionState, Inputs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.cache_layer import layer_of
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.projections import ProjectedAttention
 from still_kernels.attention.meaning import Compute, Of
 

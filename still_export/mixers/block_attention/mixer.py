@@ -18,7 +18,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
 from still_export.mixers.block_attention.settings import BlockSettings, checked_choice
 from still_export.mixers.cache_layer import layer_of
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
 from still_export.mixers.trainable import Trainable, TrainableModule

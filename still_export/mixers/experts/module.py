@@ -170,8 +170,12 @@ class RoutedExperts(nn.Module):
             mixed = getattr(self, WIDEN)(mixed)
         if self.shared is None:
             return mixed
-        beside = getattr(self, self.shared)(hidden)
-        return mixed + (getattr(self, SHARED_GATE)(hidden).sigmoid() * beside if hasattr(self, SHARED_GATE) else beside)
+        shared_output = getattr(self, self.shared)(hidden)
+        return mixed + (
+            getattr(self, SHARED_GATE)(hidden).sigmoid() * shared_output
+            if hasattr(self, SHARED_GATE)
+            else shared_output
+        )
 
 
 def swap_experts(layer: nn.Module, config: Any) -> None:

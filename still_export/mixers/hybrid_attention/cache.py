@@ -9,7 +9,7 @@ from torch import Tensor
 
 from still_export.errors import CapacityError
 from still_export.mixers.cache_layer import stay
-from still_export.mixers.kept import narrower
+from still_export.mixers.cache_type import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
 from still_kernels.hybrid_attention.call import bind_decode
 from still_kernels.hybrid_attention.config import HybridAttentionConfig

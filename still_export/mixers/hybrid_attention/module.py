@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from still_export.mixers.cache_layer import layer_of
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.kept import rounded
-from still_export.mixers.projections import ProjectedAttention, wants_gradients
+from still_export.mixers.projections import ProjectedAttention, needs_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention.call import hybrid_attention as kernel
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -68,7 +68,7 @@ class HybridOpModule(ProjectedAttention):
 
     def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
         query, traced = inputs.query, torch.compiler.is_compiling()
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or needs_gradients(query)):
             step = layer.decode_step(inputs)
             if step is not None:
                 assert inputs.new_tokens is not None and layer.length is not None
@@ -86,7 +86,7 @@ class HybridOpModule(ProjectedAttention):
         if self.watch is not None:
             inputs = replace(inputs, window_factor=inputs.factor(self.still))
             return chunked_hybrid_attention(inputs, self.still, state, self.watch)
-        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
+        training = needs_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return kernel(inputs, self.still, state, in_place=in_place)
         return hybrid_attention(inputs, self.still, state)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.hybrid_attention.module import HybridOpModule
-from still_export.mixers.kept import rounded
 from still_export.mixers.layers import head_size
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 

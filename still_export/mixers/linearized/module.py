@@ -121,7 +121,7 @@ class LinearizedAttention(ProjectedAttention):
         return fill(parameter.shape, dtype=parameter.dtype)
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        projected, weights = self._beside(hidden)
+        projected, weights = self._own_outputs(hidden)
         rows = self.mixed(hidden, projected, weights, position_embeddings, past_key_values)
         return self.o_proj(self.gated(rows, projected, weights).flatten(2))
 
@@ -144,7 +144,7 @@ class LinearizedAttention(ProjectedAttention):
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
             return self.normed(output[:, :, :, 0])
 
-    def _beside(self, hidden: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _own_outputs(self, hidden: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Outputs of the layer's own projections for `hidden`, and its other parameters."""
         projected = {name: self.get_submodule(name)(hidden) for name in self.projections(self.head_dim)}
         names = self.head_weights(self.num_heads, self.head_dim)

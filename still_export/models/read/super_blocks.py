@@ -81,7 +81,7 @@ def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) 
         codes[..., 0], codes[..., 1] = held & LOW, held >> 4 & LOW
         _scaled(codes.view(np.uint8), wide[:, :, :1] * scales[:, :, :8], out)
         least = wide[:, :, 1:] * scales[:, :, 8:]
-        out.reshape(count, TILE, supers, 8, 32)[...] -= _beside(least)
+        out.reshape(count, TILE, supers, 8, 32)[...] -= _per_weight(least)
     else:
         held = held.reshape(*held.shape[:3], 16, 3)
         first, second, high = (held[..., i] for i in range(3))
@@ -94,10 +94,10 @@ def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) 
 def _scaled(codes: np.ndarray, step: np.ndarray, out: np.ndarray) -> None:
     """Codes [tiles, TILE, supers, SUPER] times their blocks' steps [tiles, supers, blocks, TILE]."""
     shape = (*out.shape[:3], step.shape[2], SUPER // step.shape[2])
-    np.multiply(codes.reshape(shape), _beside(step), out=out.reshape(shape), dtype=np.float32)
+    np.multiply(codes.reshape(shape), _per_weight(step), out=out.reshape(shape), dtype=np.float32)
 
 
-def _beside(blocks: np.ndarray) -> np.ndarray:
+def _per_weight(blocks: np.ndarray) -> np.ndarray:
     """Numbers [tiles, supers, blocks, TILE] in the order of weights, [tiles, TILE, supers, blocks, 1]."""
     return blocks.transpose(0, 3, 1, 2)[..., None]
 

@@ -79,7 +79,7 @@ def _last_words(text: str) -> str:
     return (named or lines or ["it said nothing."])[-1]
 
 
-def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
+def in_process(log: Path, call: Callable[..., None], *arguments: Any) -> int | None:
     """Run `call` in a process where vLLM is imported and no device is initialised; returns its exit code.
 
     Imports take 10 to 30 s: `preload` makes them in the first call's process, which the others are forked from.
@@ -89,20 +89,20 @@ def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload"])
-    process = context.Process(target=_begin, args=({**ENVIRONMENT, **os.environ}, log, call, given))
+    process = context.Process(target=_begin, args=({**ENVIRONMENT, **os.environ}, log, call, arguments))
     process.start()
     process.join()
     return process.exitcode
 
 
-def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], given: Sequence[Any]) -> None:
+def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], arguments: Sequence[Any]) -> None:
     """Start of the process: set the caller's environment, and log to a file."""
     os.environ.clear()
     os.environ.update(environment)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    call(*given)
+    call(*arguments)
 
 
 def _answer(asked: Path, answered: Path) -> None:

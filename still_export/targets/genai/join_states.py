@@ -188,7 +188,7 @@ class _Joiner:
         for past, present in zip(pasts, joined.outputs[len(spec.outputs) :], strict=True):
             self._give(past, present)
         for state in states:
-            self._take_batch_elsewhere(state.past)
+            self._read_batch_from_tokens(state.past)
             self.graph.outputs.remove(state.present)
         self.graph.remove(node, safe=True)
 
@@ -214,7 +214,7 @@ class _Joiner:
         r, pieces, begin = self.writer, [], 0
         for state, size in zip(states, counts, strict=True):
             r.place, past, present = state.node, state.past.name, state.present.name
-            self._take_batch_elsewhere(state.past)
+            self._read_batch_from_tokens(state.past)
             bounds = [r.constant([n], "int64", hint=f"{past}.bound") for n in (begin, begin + size, axis)]
             piece = r.node("Slice", [whole, *bounds], hint=f"{past}.piece")
             shape = r.constant([0, *state.shape], "int64", hint=f"{past}.shape")
@@ -257,7 +257,7 @@ class _Joiner:
         past = self._tensor(layer, name, shape, dtype)
         self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
 
-    def _take_batch_elsewhere(self, past: ir.Value) -> None:
+    def _read_batch_from_tokens(self, past: ir.Value) -> None:
         """Read the number of rows from the tokens; the exporter reads it from any input."""
         tokens = next(value for value in self.graph.inputs if value.name == "input_ids")
         for node, index in list(past.uses()):

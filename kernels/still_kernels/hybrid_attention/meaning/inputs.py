@@ -39,7 +39,7 @@ class Inputs:
         """All of them in order: `Inputs(*inputs.tensors())` is the same."""
         return tuple(vars(self).values())
 
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         """Whether one of the tensors asks for gradients here."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors())
 

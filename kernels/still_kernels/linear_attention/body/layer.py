@@ -40,9 +40,9 @@ class Layer:
         rule = attributes["update_rule"].s.decode() if "update_rule" in attributes else str(rules.default)
         if rule not in rules.choices:
             raise unknown(rule, rules.choices, f"{name}: update_rule={rule!r}", UnsupportedError)
-        given = dict(zip(LINEAR_ATTENTION.input_names(), node.input, strict=False))
+        by_name = dict(zip(LINEAR_ATTENTION.input_names(), node.input, strict=False))
         for gate, takers in (("decay", GATED), ("beta", DELTA)):
-            if bool(given[gate]) != (rule in takers):
+            if bool(by_name[gate]) != (rule in takers):
                 raise UnsupportedError(
                     f"{name}: update_rule={rule!r} {'needs' if rule in takers else 'takes no'} {gate}."
                 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from still_kernels import codes
 
 
-def kept_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+def cache_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
     """The type for the STILL family configuration `config` and activations of `dtype`."""
     return narrower(config.still.deployment.cache, dtype)
 
