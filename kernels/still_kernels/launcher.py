@@ -106,7 +106,7 @@ def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | N
     return prepare(launches, kernels.functions(), built.tiles, {**built.constants, **own}, known)
 
 
-def kept(kernels: OpKernels) -> Callable[..., Prepared]:
+def cached_launches(kernels: OpKernels) -> Callable[..., Prepared]:
     """A cached function that lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`; table None: the device's block
     sizes.
 

@@ -16,7 +16,7 @@ _SQUARE, _FROM, _EYE = _ATEN.square.default, _ATEN.rsub.Scalar, _ATEN.eye.defaul
 _SAME = (_ATEN.detach_.default, _ATEN.contiguous.default)
 _RENAMED = {_ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor, _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor}
 _KNOWN = {*_CASTS, *_VIEWS, _SQUARE, _FROM, _EYE, *_SAME, *_RENAMED}
-_KEPT = (
+_WHOLE = (
     *(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.einsum.default, _ATEN.conv1d.default, _ATEN.pad.default),
     *(_ATEN.reshape.default, _ATEN.chunk.default, _ATEN.expand_as.default, _ATEN.repeat_interleave.self_int),
     *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.scaled_dot_product_attention.default, _ATEN.sym_size.int),
@@ -87,7 +87,7 @@ def _is_simple(node: Node, table: Mapping[Any, Any]) -> bool:
         return True
     if op in table or isinstance(op, torch._ops.HigherOrderOperator):
         raise _Other
-    if isinstance(op, torch._ops.OpOverload) and (op._schema.is_mutable or (op._can_decompose() and op not in _KEPT)):
+    if isinstance(op, torch._ops.OpOverload) and (op._schema.is_mutable or (op._can_decompose() and op not in _WHOLE)):
         raise _Other
     return False
 

@@ -47,7 +47,7 @@ def like(model: Any, states: StateTable) -> list[int]:
     seen: dict[str, list[int]] = {}
     found = []
     for index, layer in enumerate(model.model.layers):
-        held = [_kept(s) for s in states if s.layer == index]
+        held = [_without_layer(s) for s in states if s.layer == index]
         kind = repr([types and types[index], held, [*_parts(layer)]])
         alike = seen.setdefault(kind, [])
         if len(alike) < TRACED:
@@ -56,7 +56,7 @@ def like(model: Any, states: StateTable) -> list[int]:
     return found
 
 
-def _kept(state: State) -> tuple[Any, ...]:
+def _without_layer(state: State) -> tuple[Any, ...]:
     """A state without its layer number; dimensions of counted rows are named by layer."""
     growth, shape = state.growth, state.shape
     if growth and growth.get("counted"):

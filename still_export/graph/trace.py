@@ -16,7 +16,7 @@ from still_export.graph.repeat import Constants, Hidden, constants_of, like, onl
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models.ahead import AheadMixin
 from still_export.models.base import last_rows
-from still_export.models.step import decode_with_state, kept_rows
+from still_export.models.step import decode_with_state, rows_left
 from still_graphs.states import GIVEN, LAST_HIDDEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
@@ -113,7 +113,7 @@ class _StatefulForward(nn.Module):
         self.hidden.states.clear()
         more_given = dict(zip(GIVEN, seen, strict=False)) | ({} if hidden is None else {"hidden": hidden})
         every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **more_given)
-        last = last_rows(every, new_tokens, kept_rows(input_ids, self.keep))
+        last = last_rows(every, new_tokens, rows_left(input_ids, self.keep))
         kept = [present[key.layer][_name(key)] for key in self.states]
         more = [(every if hidden is None else last).float()] if self.ahead else []
         return [self.model.logits(last).float(), *kept, past_length + new_tokens, *more, *self.hidden.states]

@@ -264,7 +264,7 @@ class Planner:
             run.log(f"that is beyond the budget ({self.budget}), so {count} layers stay softmax")
         run.adopt(self.recipe(plan, count))
         state, minutes = self.state(count, plan.salient), (time.monotonic() - run.started) / 60
-        promises = kept_promises(self.budget, plan.base, reached, state, minutes)
+        promises = limits_met(self.budget, plan.base, reached, state, minutes)
         return {
             "budget": str(self.budget),
             "expected_loss": plan.expected(),
@@ -290,7 +290,7 @@ def worst(student: Measured, base: Measured) -> float:
 MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
 
 
-def kept_promises(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
+def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
     """Whether each limit of a budget was met; facts are not measured without questions, or if the base knows no answer."""
     found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
     if budget.found and not (reached.asked and base.found):

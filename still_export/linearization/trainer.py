@@ -34,7 +34,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.texts.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
-KEPT_CHECKPOINTS = 2
+MOST_CHECKPOINTS = 2
 Arguments = ParamSpec("Arguments")
 
 
@@ -233,7 +233,7 @@ class Trainer:
             (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+            for old in self._checkpoints()[:-MOST_CHECKPOINTS]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
 

@@ -19,7 +19,7 @@ def next_feed(outputs: Arrays, tokens: np.ndarray, new_tokens: np.ndarray | None
     return feed
 
 
-def given_of(feed: Arrays) -> Arrays:
+def image_inputs(feed: Arrays) -> Arrays:
     """The image inputs of a feed."""
     return {name: feed[name] for name in GIVEN if name in feed}
 

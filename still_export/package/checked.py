@@ -144,7 +144,7 @@ class _Schema:
         own = next((b for b in branches if type(value) is _TYPES.get(b.get("type", ""), type(value))), None)
         if own is None or not self._fits(own, value):
             shown = json.dumps(value) if not isinstance(value, (dict, list)) else f"one of {len(value)} entries"
-            wanted = " or ".join(map(_wanted, branches if own is None else [own]))
+            wanted = " or ".join(map(_required, branches if own is None else [own]))
             raise _refusal(self.source, field, f"must be {wanted}, not {shown:.60}")
         if isinstance(value, list):
             for i, item in enumerate(value):
@@ -187,7 +187,7 @@ def _join(field: str, name: str) -> str:
     return f"{field}.{name}" if field else name
 
 
-def _wanted(rule: dict[str, Any]) -> str:
+def _required(rule: dict[str, Any]) -> str:
     """What `rule` requires, in words."""
     kind = rule["type"]
     if "const" in rule or "enum" in rule:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of
+from still_export.package.calls import Arrays, image_inputs
 from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_CASES, SOME
 from still_export.proof.sessions import Session
@@ -49,7 +49,7 @@ def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
     for number, each in enumerate(questions):
         tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
         single = each.feeds[0]["input_ids"].shape[0] == 1
-        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(given_of, each.feeds)):
+        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(image_inputs, each.feeds)):
             sizes[number] = tokens
     return {number: questions[number] for number in sorted(sorted(sizes, key=lambda n: -sizes[n])[:LAYER_CASES])}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of
+from still_export.package.calls import Arrays, image_inputs
 from still_graphs.states import StateTable
 
 HIDDEN = "hidden"
 """Name of a layer's hidden states as an output, `present_hidden.<layer>`; no package has it."""
 Keep = Callable[[str], bool]
-_KEPT = {"float64": "float32"}
+_STATE_TYPES = {"float64": "float32"}
 """Types of states in chains that differ from the model's."""
 
 
@@ -67,13 +67,13 @@ class Chain:
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
         """The single call of `feed`."""
-        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
+        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=image_inputs(feed))])
 
 
 def empty_feed(table: StateTable, batch: int, capacity: int) -> Arrays:
     """`past_length` and `past_*` of empty sequences with room for `capacity` tokens."""
     shapes = table.shapes(batch, table.rows(capacity))
-    feed = {state.past: zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in table}
+    feed = {state.past: zeros(shapes[state.name], _STATE_TYPES.get(state.dtype, state.dtype)) for state in table}
     return {**feed, "past_length": np.zeros(batch, np.int64)}
 
 

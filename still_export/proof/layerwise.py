@@ -16,7 +16,7 @@ from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
-from still_export.models.step import decode_given
+from still_export.models.step import decode_with
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
@@ -294,7 +294,7 @@ class _LayerRun:
         layers[self.index].forward = compute
         positions = length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         try:
-            result = decode_given(self.model, positions, cache, tokens, self.inputs).last_hidden_state
+            result = decode_with(self.model, positions, cache, tokens, self.inputs).last_hidden_state
         except _Reached:
             result = found[0]
         finally:

@@ -16,7 +16,7 @@ from still_export.proof.other_graphs import STEPS, other_lengths
 from still_export.proof.package_programs import check_programs
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Subject
-from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target
@@ -82,7 +82,7 @@ def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     """Of every prompt and every step, float64."""
     manifest = package.manifest
     table = StateTable.of(manifest)
-    words = asked_tokens(package.path, manifest)
+    words = prompt_words(package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, table), other_lengths(table.period), STEPS, seed, words)
     found = []
     with subject.open() as session:

@@ -19,7 +19,7 @@ from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.judged import Report
 from still_export.proof.sessions import Subject
-from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
@@ -162,11 +162,11 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
-    check_manifest(package.manifest, source, _asked_type(package, proof.options.model))
+    check_manifest(package.manifest, source, _requested_type(package, proof.options.model))
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
     verdict.add(check_settings(package.path, package.manifest, source))
-    verdict.add(check_outputs(package.path, package.manifest, source, asked_tokens(package.path, package.manifest)))
+    verdict.add(check_outputs(package.path, package.manifest, source, prompt_words(package.path, package.manifest)))
     verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
@@ -174,7 +174,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     return verdict
 
 
-def _asked_type(package: Package, model: str | None) -> str:
+def _requested_type(package: Package, model: str | None) -> str:
     """The type that a package's options name; for "auto" the type of the user's files."""
     from still_export.models.read.source import find_source
 
@@ -320,7 +320,7 @@ def select(
     subject = proof.ready({})
     open_package(proof.package.path)  # right before it runs
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    words = asked_tokens(proof.package.path, manifest)
+    words = prompt_words(proof.package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with subject.open() as session:
@@ -469,7 +469,7 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    words = asked_tokens(package.path, manifest) if words is None else words
+    words = prompt_words(package.path, manifest) if words is None else words
     cases = TorchCases(manifest, reference, own_run, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.answers import Question
 from still_export.proof.chains import Chain, ChainCall
 from still_export.runtime.images import image_positions
@@ -180,7 +180,7 @@ class Prompts:
             part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
             call = {name: np.ascontiguousarray(x) for name, x in part.items()}
             feeds.append({**next_feed({}, ids[:, begin:end]), **call})
-        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **given_of(feeds[0])}
+        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **image_inputs(feeds[0])}
         return Draft("prompt with images, in pieces", feeds, Chain(feeds[0], [*map(_call, feeds)]))
 
     def _decode(self, steps: int, counts: np.ndarray) -> Draft:
@@ -198,4 +198,4 @@ class Prompts:
 
 
 def _call(feed: Arrays) -> ChainCall:
-    return ChainCall(feed["input_ids"], feed["new_tokens"], given=given_of(feed))
+    return ChainCall(feed["input_ids"], feed["new_tokens"], given=image_inputs(feed))

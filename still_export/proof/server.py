@@ -124,7 +124,7 @@ class Reference:
         """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V]."""
         return logprobs_of(self.model, ids)
 
-    def follow(self, prompt: list[int], answer: Answer) -> ReferenceRun:
+    def evaluate(self, prompt: list[int], answer: Answer) -> ReferenceRun:
         """The reference's log-probabilities along the server's tokens."""
         context = prompt[-8:]
         before = self.text(context)
@@ -219,7 +219,7 @@ class ServerProof:
         for name, way in ways.items():
             asked[name] = list(way())
             done(name)
-        runs = {n: [self.reference.follow(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
+        runs = {n: [self.reference.evaluate(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
         bound = bound_of([f for rows in runs.values() for f in rows])
         return [judge(name, rows, runs[name], bound) for name, rows in asked.items()]
 

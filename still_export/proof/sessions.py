@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from still_export.loading.runtimes import Opening, open_runner, runtime_named
-from still_export.package.calls import Arrays, given_of, last_logits, typed_states
+from still_export.package.calls import Arrays, image_inputs, last_logits, typed_states
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.chains import HIDDEN
@@ -71,7 +71,7 @@ class Session:
 
     def _fed(self, feed: Arrays) -> Arrays:
         """Outputs of one call from the present state."""
-        ids, new, given = feed["input_ids"], feed["new_tokens"], given_of(feed)
+        ids, new, given = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
         seen: Any = self.model
         return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
 
@@ -269,7 +269,7 @@ class Subject:
         calls = [
             (typed_states(f, manifest), typed_states(e, manifest))
             for f, e in zip(feeds, expected, strict=True)
-            if not given_of(f)  # polygraphy takes no inputs that have defaults
+            if not image_inputs(f)  # polygraphy takes no inputs that have defaults
         ]
         if manifest.get("speculate"):  # its graph has logits of several tokens
             calls = [

@@ -44,7 +44,7 @@ LONG = 40
 """Repetitions of prose and code, some 5,000 tokens."""
 
 
-def asked_texts(special: Iterable[str] = ()) -> list[str]:
+def tokenizer_texts(special: Iterable[str] = ()) -> list[str]:
     """The texts, with each of the `special` tokens by itself, between letters and between spaces."""
     around = [text for token in special for text in (token, f"a{token}b", f"Say {token} {token}\n")]
     return [*KINDS, *around, "\n".join([PROSE, CODE] * LONG)]
@@ -83,7 +83,7 @@ class Silent:
         self.folder, self.manifest = folder, manifest
 
 
-def asked_tokens(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
+def prompt_words(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
     """Tokens of chats, special tokens, prose and code, for prompts; none if the package's tokenizer cannot be read here."""
     if "tokenizer.json" not in manifest["files"] or importlib.util.find_spec("tokenizers") is None:
         return ()

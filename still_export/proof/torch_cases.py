@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
 from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Progress, Question, silent
@@ -65,7 +65,7 @@ class TorchCases:
         """Like CaseSource. A second run uses routers' choices (the first run shows the layers) and selected keys of unsure tokens, for
         the cases that need it."""
         decisions = {number: follow.get(number, Decisions()) for number in numbers}
-        drafts = [self._followed(number, decisions[number]) for number in numbers]
+        drafts = [self._with_choices(number, decisions[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
         again = [
             place
@@ -73,7 +73,7 @@ class TorchCases:
             if unsure[place] or (decisions[number].seen and case.went and not case.follows(decisions[number].seen))
         ]
         if again:
-            drafts = [self._followed(numbers[place], decisions[numbers[place]]) for place in again]
+            drafts = [self._with_choices(numbers[place], decisions[numbers[place]]) for place in again]
             meanings = _Meanings(self.own, drafts, self.ties) if any(unsure) else None
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
@@ -84,7 +84,7 @@ class TorchCases:
         differ by one layer's rounding."""
         drafts = []
         for number, answer in answers.items():
-            draft = self._followed(number, answer.decisions)
+            draft = self._with_choices(number, answer.decisions)
             names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
             inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
             calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
@@ -138,7 +138,7 @@ class TorchCases:
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
-    def _followed(self, number: int, decisions: Decisions) -> Draft:
+    def _with_choices(self, number: int, decisions: Decisions) -> Draft:
         """The draft of a case with the choices of a runtime."""
         draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
         seen = {~layer: went for layer, went in zip(self._layers, decisions.seen, strict=False)}
@@ -303,7 +303,7 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
     """The case of a draft, with the known answers to its chain."""
     if not draft.steps:
         fed = zip(answers, draft.feeds[1:], strict=False)
-        following = ({**next_feed(a, f["input_ids"]), **given_of(f)} for a, f in fed)
+        following = ({**next_feed(a, f["input_ids"]), **image_inputs(f)} for a, f in fed)
         return Case(draft.name, [draft.feeds[0], *following], answers)
     lengths = [int(answer["present_length"][0] - answers[0]["present_length"][0]) for answer in answers]
     after = dict(zip(lengths, answers, strict=True))  # by number of steps

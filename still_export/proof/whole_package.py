@@ -10,7 +10,7 @@ from typing import Any
 
 from still_export.package.chat_format import ChatFormat
 from still_export.package.folder import Package
-from still_export.proof.texts_asked import CHATS, KINDS, Silent, asked_texts
+from still_export.proof.texts_asked import CHATS, KINDS, Silent, tokenizer_texts
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
 from still_export.runtime.text import Text
@@ -60,7 +60,7 @@ def _check_texts(package: Package, source: Path) -> Verdict:
     if own is None:
         return verdict
     added = sorted(own.get_added_vocab().items(), key=lambda entry: entry[1])
-    texts = asked_texts([token for token, _ in added[:SPECIAL_MOST]])
+    texts = tokenizer_texts([token for token, _ in added[:SPECIAL_MOST]])
     wrong = []
     for text in texts:
         for special in (False, True):

@@ -20,7 +20,7 @@ MORE = 0.35
 """Prior time that each guess adds to a step, in plain steps."""
 FURTHER = 0.5
 """Assumed cost of each further guess, relative to the measured cost per guess."""
-MEASURED, KEPT = 9, 64
+MEASURED, EXPIRY = 9, 64
 """Steps of a kind whose median is its time (two for plain steps at the start); plain steps after which the times of steps with guesses
 expire."""
 FIRST = 4
@@ -166,7 +166,7 @@ class Speculation:
         self._times.setdefault((sequences, 0), deque(maxlen=MEASURED)).append(seconds)
         self._balance += SHARE * seconds if self._balance < 0 else 0
         self._since += 1
-        if self._since % KEPT == 0:  # one slow moment must not disable a kind of steps for good
+        if self._since % EXPIRY == 0:  # one slow moment must not disable a kind of steps for good
             for (_, size), times in self._times.items():
                 if size and times:
                     times.popleft()

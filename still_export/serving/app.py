@@ -29,7 +29,7 @@ from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
-from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, asked, line, understood
+from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, line, to_submit, understood
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
@@ -231,7 +231,7 @@ class _Server:
         def understand() -> ParsedRequest:
             said, name = _parsed(body), self.settings.name
             chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
-            return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
+            return to_submit(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
 
         self._reading += 1
         try:

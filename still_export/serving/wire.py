@@ -205,7 +205,7 @@ def _same(value: object, neutral: object) -> bool:
     return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
 
 
-def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> ParsedRequest:
+def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> ParsedRequest:
     """Convert a request for the scheduler.
 
     Args:

@@ -33,7 +33,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         _drop_scales(node)
         dtype, dims = _activation_type(node), _dimensions(node)
-        kept = _kept_type(node) or dtype
+        kept = _narrow_type(node) or dtype
         proto = ir.to_proto(node)
         key = (
             node.op_type,
@@ -103,7 +103,7 @@ def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -
     return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
 
 
-def _kept_type(node: ir.Node) -> int:
+def _narrow_type(node: ir.Node) -> int:
     """Element type of inputs that may be narrower than activations; 0: unknown, or none."""
     return _declared(node, lambda tensor: tensor.narrow)
 
@@ -111,7 +111,7 @@ def _kept_type(node: ir.Node) -> int:
 def _activation_type(node: ir.Node) -> int:
     """Element type of the activations, from any input or output that shares it and cannot be narrower."""
     # If nothing else declares a type, states have the activations'.
-    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
+    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _narrow_type(node):
         return found
     if not any(t.dtype == "T" for t in (*_spec(node).all_inputs(), *_spec(node).all_outputs())):
         return int(ir.DataType.FLOAT)  # an op of whole numbers

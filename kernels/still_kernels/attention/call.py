@@ -17,7 +17,7 @@ from still_kernels.forms import has_kernels
 from still_kernels.launcher import Bound
 from still_kernels.tile import TileTable
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def _kind(query: Tensor, state: AttentionState) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from still_kernels.forms import has_kernels
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def launch_block_attention(

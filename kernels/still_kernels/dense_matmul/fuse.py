@@ -85,13 +85,13 @@ PRODUCT = Op(DENSE_MATMUL.name, ..., domain=DOMAIN)
 TOTAL = Op("Add", PRODUCT, OTHER)
 
 
-def _given(node: ir.Node, place: int) -> bool:
+def _present(node: ir.Node, place: int) -> bool:
     return len(node.inputs) > place and node.inputs[place] is not None
 
 
 def _takes_norm(match: Match) -> bool:
     kinds = {match.value(pattern).dtype for pattern in (X, SCALE, OF_NORM)}
-    free = not _given(match.node(OF_NORM), NORM)
+    free = not _present(match.node(OF_NORM), NORM)
     return (
         free and rank(match.value(X)) == 3 and on_last(match.node(NORMED), -1) and len(kinds) == 1 and None not in kinds
     )
@@ -106,7 +106,7 @@ def _with_norm(match: Match) -> Sequence[ir.Value]:
 def _takes_residual(match: Match) -> bool:
     made, other, total = (match.value(pattern) for pattern in (PRODUCT, OTHER, TOTAL))
     # One that has a residual already, as the second of a LoRA pair has its base's product, keeps it.
-    free = other is not made and not _given(match.node(PRODUCT), RESIDUAL)
+    free = other is not made and not _present(match.node(PRODUCT), RESIDUAL)
     return free and other.dtype == total.dtype is not None and other.shape == made.shape
 
 

@@ -129,7 +129,7 @@ class Quantization:
     layout: Layout = ONNXRUNTIME
     adapters: bool = False
     to: str = "onnx"
-    block_given: bool = field(init=False)
+    has_block: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = (
@@ -142,7 +142,7 @@ class Quantization:
                 raise unknown(value, known, f"--{flag} {value}")
         if self.adapters and not self.layout.adapters:
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
-        object.__setattr__(self, "block_given", bool(self.block_size))
+        object.__setattr__(self, "has_block", bool(self.block_size))
         sizes = self.layout.block_sizes
         if self.float8:
             self._check_float8()
@@ -180,7 +180,7 @@ class Quantization:
         """With the commonest of the source's block `sizes`, if none was requested and the target supports it."""
         usual = next((size for size, _ in Counter(sizes).most_common(1)), 0)
         known = (FLOAT8_BLOCK,) if self.float8 else self.layout.block_sizes if self.block_size else ()
-        if self.block_given or usual not in known:
+        if self.has_block or usual not in known:
             return self
         return replace(self, block_size=usual)
 
