@@ -31,7 +31,7 @@ struct Matrix
     int64_t columns{};
 };
 
-// What the descriptor of a matrix is made of at launch, beside its address.
+// What a matrix descriptor is made of at launch, besides its address.
 struct Descriptor
 {
     size_t argument{}; // that is its address, in the launch's order; sizes and strides follow as numbers

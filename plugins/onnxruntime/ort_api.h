@@ -16,7 +16,7 @@ namespace still_ort
 // The oldest API with everything that is called here; later runtimes serve it too.
 constexpr uint32_t kApiVersion = 18;
 
-// Of ONNX Runtime 1.x: as of LEAST_VERSION in still_export/runtime/ort_session.py.
+// Of ONNX Runtime 1.x; see LEAST_VERSION in still_export/runtime/ort_session.py.
 constexpr int kLeastMinor = 25;
 
 inline OrtApi const* g_api = nullptr;

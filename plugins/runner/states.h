@@ -25,7 +25,7 @@ int64_t rows_after(Json const& rule, int64_t tokens, int64_t capacity_tokens);
 // versions of TensorRT. Throws still::Error where the capacity is smaller.
 std::vector<State> states_for(Json const& manifest, int64_t tokens);
 
-// Bytes of a state; throws still::Error where no machine has so many.
+// Bytes of a state; throws still::Error if they exceed any machine's memory.
 size_t size_bytes(State const& state);
 
 } // namespace still

@@ -15,7 +15,7 @@ namespace still
 
 using Json = nlohmann::json;
 
-// Fields beside the op's attributes; the lowering pass adds them to a node.
+// Fields besides the op's attributes; the lowering pass adds them to a node.
 constexpr char kAbsentInputs[] = "absent_inputs";     // INT, bit i: the op's input i is not passed
 constexpr char kActivationType[] = "activation_type"; // STRING: the type that the plugin insists on; "" any
 

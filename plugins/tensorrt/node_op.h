@@ -50,7 +50,7 @@ public:
     // True when tensor `position` (inputs, then outputs) may have this type, given that of the first activation.
     bool accepts(int32_t position, nvinfer1::DataType type, nvinfer1::DataType activation) const;
 
-    // The input that tells the activations' type.
+    // The input with the activations' type.
     int32_t first_activation() const;
 
     nvinfer1::DataType output_type(int32_t index, nvinfer1::DataType const* inputs) const;
@@ -58,7 +58,7 @@ public:
     // Every output dimension is a dimension of some input, as the OpSpec's symbols say, or an attribute.
     nvinfer1::DimsExprs output_shape(int32_t index, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const;
 
-    // The inputs as the op knows them: heads that lie side by side are told apart.
+    // The inputs in the op's shapes: merged heads are split.
     std::vector<Tensor> tensors(std::vector<Tensor> given) const;
     std::vector<Tensor> tensors(nvinfer1::PluginTensorDesc const* inputs, int32_t count) const;
 

@@ -57,7 +57,7 @@ STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
                                     : Numbers::kFloat;
 }
 
-// Those that kernels are compiled for beside the baseline.
+// Instruction sets that kernels are compiled for, besides the baseline.
 #if defined(STILL_X86)
 #define STILL_EACH_SET(of) of(v4) of(v3)
 #elif defined(STILL_ARM)

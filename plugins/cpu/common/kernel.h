@@ -82,7 +82,7 @@ int choice(still::Op const& op, char const* name);
 // The attribute's value; throws still::Error where it is less than `least` or beyond any use.
 int integer(still::Op const& op, char const* name, int least);
 
-// The size of a symbol, for those who count in 32 bits; throws still::Error where it is outside least..most.
+// The size of a symbol as 32 bits; throws still::Error if it is outside least..most.
 int dimension(still::Call const& call, char const* symbol, int64_t least = 1, int64_t most = 65536);
 // How the call keeps keys and values. Throws still::Error where no kernel reads them so, or scales are missing or too many.
 Cache cache_of(still::Call const& call, bool half);
