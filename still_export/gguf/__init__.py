@@ -1,1 +1,1 @@
-"""What GGUF files say: keys, architectures as published configurations, tokenizers. Without torch, which takes seconds to import."""
+"""Read GGUF files: keys, architectures as published configurations, tokenizers. Without torch, which takes seconds to import."""

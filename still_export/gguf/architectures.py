@@ -1,4 +1,4 @@
-"""Architectures of GGUF files by name: what a file says of its model as config.json says it, and where its tensors belong."""
+"""GGUF architectures by name: keys as values of config.json, and the places of tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _TURNS = (
 
 
 def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
-    """Fields of config.json: bos, pad, and all tokens that end an answer. A chat template that writes a known end of turns ends answers
-    with it, whatever the keys say, as llama.cpp has it.
+    """Fields of config.json: bos, pad, and all tokens that end an answer.
 
     Raises:
         CheckpointError: A token lies outside of the vocabulary.
@@ -55,7 +54,7 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
 
 
 def turn_ends(file: Container) -> list[int]:
-    """Known ends of turns that the chat template writes."""
+    """Known end-of-turn tokens that the chat template writes."""
     template = str(file.value("tokenizer.chat_template", ""))
     used = [name for name in _TURNS if name in template]
     tokens = file.value("tokenizer.ggml.tokens", []) if used else []
@@ -93,9 +92,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_shift_count": (2,),
     "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
-"""Values of keys that change nothing for an architecture that has no such thing."""
+"""Values of keys that mean "off"."""
 ROPE_TABLE = "rope_freqs.weight"
-"""Whose numbers the configuration has."""
+"""Rotary frequencies, which the configuration determines."""
 
 
 def read_config(path: Path) -> tuple[View, Architecture, Config]:
@@ -128,7 +127,7 @@ def _refuse_unread(view: View) -> None:
 
 
 def place(view: View, name: str, stem: str) -> tuple[str, str]:
-    """Where a tensor lies: `stem` and its number, or "", and its name there without `.weight`. Layers that guess tokens ahead come last."""
+    """Place of a tensor: `stem` and its number, or "", and its name there without `.weight`. MTP layers come last."""
     match = BLOCK.fullmatch(name)
     if match is None:
         return "", name.removesuffix(".weight")
@@ -148,9 +147,7 @@ def target_of(view: View, architecture: Architecture, prefix: str, part: str, na
     table = architecture.parts if prefix else architecture.whole
     if (target := table.get(part)) is not None:
         return target
-    if prefix.startswith(
-        "mtp."
-    ):  # of layers that guess tokens ahead, which are left out where the family has no place for them
+    if prefix.startswith("mtp."):  # of MTP layers, which are left out if the family has no place for them
         return part
     base = part.removesuffix(".bias")
     if base != part and base in table and _takes_bias(architecture, base):
@@ -159,6 +156,6 @@ def target_of(view: View, architecture: Architecture, prefix: str, part: str, na
 
 
 def _takes_bias(architecture: Architecture, part: str) -> bool:
-    """Whether a projection may have a bias: those of no group may, where the family's class says so later."""
+    """Whether a projection may have a bias; those outside of groups may, and the family's class decides later."""
     grouped = {name for group in architecture.biases for name in group}
     return part in grouped or not (grouped and part.startswith(("attn_", "ffn_")))

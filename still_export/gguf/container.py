@@ -45,12 +45,12 @@ class Container:
 
     @property
     def architecture(self) -> str:
-        """Of the model, by llama.cpp's name."""
+        """The model's architecture, by llama.cpp's name."""
         return str(self.value("general.architecture"))
 
 
 def open_gguf(path: Path) -> Container:
-    """The file at `path`, with all other parts where it is one of several.
+    """Open the file at `path`, with all other parts of a split file.
 
     Raises:
         CheckpointError: A file is no intact GGUF, a part is missing, or the gguf package is.
@@ -77,7 +77,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All parts of the model that `path` is a file of, by its name."""
+    """All parts of the split model that `path` belongs to, by name."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -87,7 +87,7 @@ def _parts(path: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> Container:
-    """The files as they are now, read once: tokenizer and weights ask for them one after the other, and a vocabulary takes seconds."""
+    """Open the files in their present state, cached: tokenizer and weights are read one after the other, and a vocabulary takes seconds."""
     paths = tuple(part for part, *_ in stamps)
     readers = [_reader(open_file, part) for part in paths]
     fields = dict(readers[0].fields)
@@ -123,7 +123,7 @@ def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]
 
 def _reader(open_file: type, path: Path) -> Any:
     class Reader(open_file):  # type: ignore[misc, valid-type]
-        """Makes plain arrays of fields: a memory map of NumPy for each of half a million takes four times as long."""
+        """Makes plain arrays of fields: a NumPy memory map for each of half a million takes four times as long."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> np.ndarray:
             kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
@@ -142,7 +142,7 @@ def _reader(open_file: type, path: Path) -> Any:
 
 
 class Keys:
-    """The keys of a model's architecture, which remembers those that were asked for: a key that nobody reads may change numbers."""
+    """The keys of a model's architecture, with a record of those read: an unread key may change numbers."""
 
     def __init__(self, file: Container, prefix: str) -> None:
         self.file, self.prefix = file, f"{prefix}."
@@ -156,7 +156,7 @@ class Keys:
         return self.prefix + name in self.file.fields
 
     def whole(self, name: str, *default: int) -> int:
-        """A whole number, not one of each layer.
+        """An integer that is the same for all layers.
 
         Raises:
             UnsupportedModelError: It is a list.
@@ -169,11 +169,11 @@ class Keys:
         return value
 
     def number(self, name: str, *default: float) -> float:
-        """A number that is stored as float32: the shortest decimal that gives it back is the value that was meant."""
+        """A number stored as float32, as the shortest decimal that rounds to it."""
         return float(str(np.float32(self(name, *default))))
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """Keys that were not asked for, without their prefix, and their values."""
+        """Unread keys without their prefix, and their values."""
         for full, field in self.file.fields.items():
             if full.startswith(self.prefix) and (name := full.removeprefix(self.prefix)) not in self._read:
                 yield name, field.contents()

@@ -1,4 +1,4 @@
-"""What was done to tensors by llama.cpp's converter, and undoes it: rows and columns in another order, values."""
+"""Undo what llama.cpp's converter did to tensors: permuted rows and columns, changed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edit:
-    """What makes a family's tensor of one that the converter wrote.
+    """Converts a tensor of the converter to the family's.
 
     Args:
         rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same, as is an order that moves
@@ -53,5 +53,5 @@ def unpaired(rows: int, heads: int) -> np.ndarray:
 
 
 def grouped(heads: int, groups: int, size: int) -> np.ndarray:
-    """Channels [H * size] of heads that lie beside the others of their group, where the file has the first heads of all groups first."""
+    """Channels [H * size] grouped by group; the file interleaves the groups' heads."""
     return np.arange(heads * size).reshape(heads // groups, groups, size).transpose(1, 0, 2).ravel()

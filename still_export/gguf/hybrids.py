@@ -1,4 +1,4 @@
-"""Architectures whose layers are linear, or some of them: gated delta rule, short convolutions, Kimi's."""
+"""Architectures with linear layers: gated delta rule, short convolutions, Kimi's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _NORMS = (
 def _delta(view: View, model_type: str) -> Config:
     keys = view.keys
     keys("rope.dimension_sections", None)  # of images' positions: those of text are one number
-    keys("full_attention_interval", None)  # the tensors say which layers are softmax
+    keys("full_attention_interval", None)  # tensors show which layers are softmax
     kinds = view.kinds(linear_attention="ssm_a", full_attention="attn_q")
     recurrent = keys("attention.recurrent_layers", None)
     if recurrent is not None and [k == "linear_attention" for k in kinds] != list(map(bool, recurrent))[: view.layers]:
@@ -102,7 +102,7 @@ def _delta_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 def _qwen35_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The file has value heads of all key heads in turns; transformers has those of one key head side by side."""
+    """The file interleaves value heads of all key heads; transformers groups them by key head."""
     count, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
     size, keys = config["linear_value_head_dim"], 2 * groups * config["linear_key_head_dim"]
     one, wide = grouped(count, groups, 1), grouped(count, groups, size)
@@ -121,7 +121,7 @@ def _qwen35_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 def _qwen3_next_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The file has queries, keys, values and gates one after the other; transformers has those of a key head side by side."""
+    """The file concatenates queries, keys, values and gates; transformers groups them by key head."""
     groups, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
     value = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
     widths = [key, key, value, value]
@@ -201,7 +201,7 @@ def _kimi(view: View) -> Config:
     if (gating := keys("expert_gating_func", 2)) != 2:
         raise view.refuse(f"expert_gating_func={gating}")
     count = next(size for size in view.shape("ssm_a") if size != 1)
-    keys("attention.key_length", None), keys("attention.head_count_kv", None)  # of the cache that llama.cpp keeps
+    keys("attention.key_length", None), keys("attention.head_count_kv", None)  # of llama.cpp's cache
     rotated = keys.whole("rope.dimension_count")
     query = keys.whole("attention.head_count")
     keys("attention.value_length", None)

@@ -32,7 +32,7 @@ def _inside(module: str, parts: dict[str, str]) -> dict[str, str]:
 
 
 def _edits(module: str) -> dict[str, Edit]:
-    """A_log has the file's shape but for a last dimension of 1, as have D and the gated norm."""
+    """A_log, D and the gated norm have the file's shape without a last dimension of 1."""
     return {
         f"{module}.A_log": Edit(value=lambda a: (-a).log().flatten() if a.shape[-1] == 1 else (-a).log()),
         f"{module}.D": FLAT,
@@ -80,7 +80,7 @@ def _mamba2(view: View) -> Config:
 
 
 def _mixer2(view: View) -> Config:
-    """Fields of Mamba-2 layers inside hybrids."""
+    """Configuration fields of Mamba-2 layers in hybrids."""
     keys = view.keys
     inner, count = keys.whole("ssm.inner_size"), keys.whole("ssm.time_step_rank")
     return {
@@ -96,7 +96,7 @@ def _mixer2(view: View) -> Config:
 
 
 def _granite_scales(view: View, size: int) -> Config:
-    """What Granite multiplies with; llama.cpp takes 0 for none."""
+    """Granite's multipliers; llama.cpp treats 0 as none."""
     number = view.keys.number
     return {
         "attention_multiplier": number("attention.scale", 0.0) or size**-0.5,
@@ -107,7 +107,7 @@ def _granite_scales(view: View, size: int) -> Config:
 
 
 def _granite_hybrid(view: View) -> Config:
-    """Bamba has this architecture too: it is the one whose attention has positions."""
+    """Bamba has this architecture too; its attention has positions."""
     keys = view.keys
     if keys("rope.scaling.finetuned", True):
         return _bamba(view)
@@ -158,7 +158,7 @@ def _bamba(view: View) -> Config:
 
 
 def _shared_size(view: View, sizes: Config) -> int:
-    """Take the size of a head, which these families' config.json has no field for, out of `sizes`."""
+    """Remove the head size, which these families' config.json lacks, from `sizes`."""
     size = int(sizes.pop("head_dim"))
     if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")

@@ -1,4 +1,4 @@
-r"""How GGUF's byte-level tokenizers split texts before they merge: `tokenizer.ggml.pre` is a name for it.
+"""Splitting rules of GGUF's byte-level tokenizers, by `tokenizer.ggml.pre`.
 
 Expressions are those of the models' tokenizer.json.
 """
@@ -41,7 +41,7 @@ _DEEPSEEK = (
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tokenizer splits.
+    """How a tokenizer splits texts before merges.
 
     Args:
         expressions: Splits one after the other, each of the pieces of the one before; none: GPT-2's own.

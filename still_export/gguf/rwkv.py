@@ -29,7 +29,7 @@ def _rwkv6(view: View) -> Config:
 
 
 def _rwkv6_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The converter halves what each layer adds once more every few layers, and llama.cpp the hidden states."""
+    """The converter halves layer outputs once more every few layers, and llama.cpp the hidden states."""
     period = view.keys("rescale_every_n_layers", 0)
     wide, turned = Edit(value=lambda x: x.reshape(1, 1, -1)), Edit(value=lambda x: x.transpose(-1, -2))
     scaled = {
@@ -120,7 +120,7 @@ _RWKV7 = {
 
 
 def _qwen(view: View) -> Config:
-    """RADLADS' model; which parts it has the tensors say."""
+    """RADLADS' model; its tensors show which parts it has."""
     keys, size = view.keys, view.keys.whole("wkv.head_size")
     keys("attention.head_count", 0)
     if (shifted := keys.whole("token_shift_count", 1)) != 1:
@@ -144,7 +144,7 @@ def _qwen(view: View) -> Config:
 
 
 def _qwen_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The converter brings what is mixed of the token before into the order of RWKV-6."""
+    """The converter permutes token-shift weights to RWKV-6's order."""
     order = [_SHIFTED.index(part) for part in "rkvwg"]
     wide, turned = Edit(value=lambda x: x.reshape(1, 1, -1)), Edit(value=lambda x: x.transpose(-1, -2))
     return {
@@ -157,7 +157,7 @@ def _qwen_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 _SHIFTED = "wkvrg"
-"""What RWKV-6 mixes of a token and the one before, in llama.cpp's order."""
+"""Inputs of RWKV-6's token shift, in llama.cpp's order."""
 _QWEN = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

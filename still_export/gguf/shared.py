@@ -1,4 +1,4 @@
-"""What architectures have in common: what a file says of its model, names of tensors, sizes, rotary positions."""
+"""Shared by architectures: keys, tensor names, sizes, rotary positions."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Tensors by GGUF's name and by transformers', `.weight` left out; {} is the number of an expert."""
+"""Tensors outside of layers by GGUF's and transformers' names, without `.weight`; {} is an expert's number."""
 MINUS_ONE = Edit(value=lambda norm: norm - 1)
-"""Of norms whose weights transformers adds 1 to."""
+"""For norms with weights to which transformers adds 1."""
 LOG = Edit(value=lambda a: (-a).log().flatten())
-"""A_log, of which the file has -exp(A_log)."""
+"""A_log, from the file's -exp(A_log)."""
 FLAT = Edit(value=lambda values: values.flatten())
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
 _UNTIED = ("kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7", "olmo2")
-"""Architectures whose head is never the embedding: a file without one has lost it."""
+"""Architectures whose head is never tied: a file without one is incomplete."""
 
 
 class View:
@@ -77,7 +77,7 @@ class View:
                 self._parts[int(match[1])].add(match[2].removesuffix(".weight"))
 
     def has(self, part: str, layer: int) -> bool:
-        """Whether a layer has a tensor; `.weight` is left out."""
+        """Whether a layer has a tensor, named without `.weight`."""
         return part in self._parts[layer]
 
     def layers_with(self, part: str) -> list[int]:
@@ -101,7 +101,7 @@ class View:
         return found
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Of a tensor, in PyTorch's order, in the first layer that has it.
+        """Shape of a tensor in PyTorch's order, in the first layer that has it.
 
         Raises:
             CheckpointError: None has.
@@ -115,12 +115,12 @@ class View:
 
     @cached_property
     def parts(self) -> set[str]:
-        """Tensors that any layer has."""
+        """Names of tensors in any layer."""
         return set().union(*self._parts)
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding: llama.cpp reads files without output.weight so, but of some architectures."""
+        """Whether the head is tied to the embedding; for most architectures llama.cpp ties files without output.weight."""
         return "output.weight" not in self.file.tensors and self.file.architecture not in _UNTIED
 
     def refuse(self, what: str) -> UnsupportedModelError:
@@ -160,7 +160,7 @@ class Architecture:
     others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
-        """Whether nothing reads a tensor."""
+        """Whether a tensor is never read."""
         return bool(self.skipped and re.fullmatch(self.skipped, name))
 
 
@@ -186,7 +186,7 @@ def epsilon(view: View) -> float:
 
 
 def heads(view: View, channels: int = 1) -> Config:
-    """Heads of softmax layers: a file may have 0 for layers without, and some have 0 for all; then the tensors' sizes say.
+    """Heads of softmax layers. A file may have 0 for layers without, or for all; then tensor shapes decide.
 
     Args:
         channels: Of the query projection, for each channel of a head: 2 where an output gate lies in it.
@@ -213,7 +213,7 @@ def heads(view: View, channels: int = 1) -> Config:
 
 
 def feed_forward(view: View, name: str = "feed_forward_length") -> int:
-    """Channels of a feed-forward layer; of a value for each layer the one that is not 0."""
+    """Channels of a feed-forward layer; of per-layer values the nonzero one."""
     given = view.keys(name, 0)
     found = {int(size) for size in (given if isinstance(given, list) else [given]) if size}
     if len(found) > 1:
@@ -222,7 +222,7 @@ def feed_forward(view: View, name: str = "feed_forward_length") -> int:
 
 
 def experts(view: View) -> Config:
-    """Routed experts, as most configurations name them."""
+    """Fields of routed experts in most configurations."""
     return {
         "num_experts": view.keys.whole("expert_count"),
         "num_experts_per_tok": view.keys.whole("expert_used_count"),
@@ -248,7 +248,7 @@ def rope(view: View, size: int) -> Config:
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
     kind = str(keys("rope.scaling.type", "linear" if factor != 1 else "none"))
     context = keys.whole("rope.scaling.original_context_length", 0)
-    keys("rope.scaling.finetuned", None)  # whether the model was trained on after scaling
+    keys("rope.scaling.finetuned", None)  # whether the model was trained further after scaling
     if kind == "linear" and factor != 1:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -264,8 +264,9 @@ def rope(view: View, size: int) -> Config:
 
 
 def _of_table(view: View, found: Config, rotated: int) -> Config:
-    """Llama 3's scaling, of which a file has what it divides each frequency by: its factor is the greatest, its other numbers those of all
-    published models, which must make the same table."""
+    """Llama 3's scaling from a file's table of frequency divisors: the factor is the largest; other values are those of all published
+    models, and
+    must give the same table."""
     tensor = view.file.tensors["rope_freqs.weight"]
     table = np.asarray(undone(tensor.data, tensor.tensor_type, "rope_freqs.weight"), np.float32).reshape(rotated // 2)
     factor, low, high, context = round(float(table.max()), 4), 1.0, 4.0, 8192

@@ -1,4 +1,4 @@
-"""Architectures of softmax attention, which linearize takes."""
+"""Architectures of softmax attention, which linearize accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUTPUT_BIASES = (*QKVO, ("ffn_gate", "ffn_up", "ffn_down"))
 _BIASES = (("attn_q", "attn_k", "attn_v"),)
 _GEMMA_PERIOD = 6
 _GEMMA_27B_LAYERS = 62
-"""Of the only size whose scale of logits is not that of its heads, as llama.cpp tells it apart."""
+"""Layers of the only Gemma size whose logit scale is not that of its heads; llama.cpp recognises it the same way."""
 
 
 def _dense(view: View, model_type: str) -> Config:
@@ -45,7 +45,7 @@ def _dense(view: View, model_type: str) -> Config:
 
 
 def llama(view: View, model_type: str = "llama") -> Config:
-    """Fields of a Llama's config.json, and of models that are like it."""
+    """config.json of a Llama, or of a similar model."""
     config = _dense(view, model_type)
     found = {part for part in view.parts if part.endswith(".bias")}
     config["attention_bias"] = any(f"{part}.bias" in found for part in _OUTPUT_BIASES[0])
@@ -54,7 +54,7 @@ def llama(view: View, model_type: str = "llama") -> Config:
 
 
 def _without_head_size(view: View, model_type: str) -> Config:
-    """Of families whose heads share the channels of the hidden states."""
+    """config.json of families whose heads divide the hidden channels."""
     config = _dense(view, model_type)
     size = config.pop("head_dim")
     if size != view.hidden // config["num_attention_heads"]:
@@ -78,7 +78,7 @@ def _phi3(view: View) -> Config:
 
 
 def _smollm3(view: View) -> Config:
-    """llama.cpp leaves positions out in every fourth layer; no key says so."""
+    """llama.cpp omits positions in every fourth layer; no key says so."""
     config = _without_head_size(view, "smollm3")
     return {**config, "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(view.layers)]}
 

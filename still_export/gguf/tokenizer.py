@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, by llama.cpp's rules for what its keys leave open."""
+"""The tokenizer of a GGUF file; llama.cpp's defaults apply where keys are missing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "mask")
-"""As keys spell them."""
+"""Special tokens, as spelled in keys."""
 _SPACE = "\u2581"
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens of a file by id, and what kind each is of."""
+    """Tokens of a file by id, and their types."""
 
     path: Path
     tokens: list[str]
@@ -32,7 +32,7 @@ class _Vocabulary:
 
     @property
     def added(self) -> list[tuple[str, bool]]:
-        """Tokens that are found in a text before it is split, and whether decoders leave them out."""
+        """Tokens that are found in a text before splitting, and whether decoders drop them."""
         marked = {token for token in self.ids.values() if token is not None}
         return [
             (token, kind != _USER)
@@ -48,7 +48,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class Made:
-    """A file's tokenizer.
+    """A tokenizer made from a file.
 
     Attributes:
         names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
@@ -83,7 +83,7 @@ def make_tokenizer(file: Container) -> Made:
         made, adds_bos, adds_eos = _MAKERS[kind](file, vocabulary)
     except (CheckpointError, UnsupportedModelError):
         raise
-    except BaseException as error:  # the library panics beside Exception
+    except BaseException as error:  # the library panics outside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(
@@ -114,7 +114,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def _vocabulary(file: Container) -> _Vocabulary:
-    """Tokens that the model has an embedding of."""
+    """Tokens that have an embedding."""
     tokens = [str(token) for token in file.value("tokenizer.ggml.tokens")]
     kinds = [int(kind) for kind in file.value("tokenizer.ggml.token_type", [1] * len(tokens))]
     if len(kinds) != len(tokens):
@@ -131,11 +131,11 @@ def _vocabulary(file: Container) -> _Vocabulary:
         )
     tokens, kinds = tokens[:rows], kinds[:rows]
     ids = {name: file.value(f"tokenizer.ggml.{name}_token_id", None) for name in _SPECIAL}
-    ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # whatever kind they are of
+    ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # whatever their type
     ids = {name: None if token is None or token >= len(tokens) else int(token) for name, token in ids.items()}
     seen: set[str] = set()
     for number, token in enumerate(tokens):
-        if token in seen:  # two tokens of one text: the first is what the text gives
+        if token in seen:  # two tokens with one text: the first is used
             tokens[number] = f"<token {number} of the vocabulary>"
         seen.add(token)
     return _Vocabulary(file.path, tokens, kinds, ids)
@@ -158,7 +158,7 @@ def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bo
 
 
 def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
-    """Raise CheckpointError where tokens come about by what the file does not say under `key`."""
+    """Raise CheckpointError if the file lacks `key`, which makes tokens."""
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
         if kind == _NORMAL and len(token) > 1:
             raise CheckpointError(
@@ -168,7 +168,7 @@ def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
 
 
 def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges, whose parts a space divides; it may be a part's first letter only where that is no byte's."""
+    """Merges split at the space, which may be the first character of a part only if no byte maps to it."""
     pairs = []
     for merge in merges:
         left, space, right = str(merge).partition(" ")
@@ -179,7 +179,7 @@ def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
-    """Merges by the scores of what they make, bytes for what no token has."""
+    """Merges by score, and bytes for texts without a token."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
@@ -211,7 +211,7 @@ def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer
 
 
 _MAKERS = {"gpt2": _byte_level, "llama": _sentence_piece}
-"""By `tokenizer.ggml.model`: the tokenizer, and whether it adds a token before and behind each text."""
+"""By `tokenizer.ggml.model`: makes the tokenizer, and whether it adds tokens before and after each text."""
 
 
 def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
@@ -223,7 +223,7 @@ def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Raise CheckpointError where a token that texts may name has another id than the model's."""
+    """Raise CheckpointError if an added token has another id than the model's."""
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     for token, _ in vocabulary.added:
         if (found := made.encode(token, add_special_tokens=False).ids) != [ids[token]]:
@@ -234,7 +234,7 @@ def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool) -> None:
-    """Put the tokens before and behind each text that the file asks for."""
+    """Add the file's tokens before and after each text."""
     from tokenizers import processors
 
     begin = vocabulary.named("bos") if adds_bos else None
@@ -248,7 +248,7 @@ def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos
 
 
 def templates(file: Container) -> dict[str, str]:
-    """Chat templates by name; that of most files is "default"."""
+    """Chat templates by name; most files have only "default"."""
     names = file.value("tokenizer.chat_templates", [])
     default = file.value("tokenizer.chat_template", None)
     named = {str(name): str(file.value(f"tokenizer.chat_template.{name}")) for name in names}

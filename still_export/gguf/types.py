@@ -1,4 +1,4 @@
-"""GGUF's types of tensors: their bits, and which of them kernels read as they are."""
+"""GGUF's tensor types: bits, and those that kernels read directly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.errors import CheckpointError
 
 BLOCK = 32
 K_BYTES = 144
-"""Of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
+"""Bytes of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
 BLOCKS = {
     "Q4_0": (4, False, True),
     "Q4_1": (4, True, True),
@@ -32,13 +32,13 @@ FORMS = {"Q4_K": (4, 32, 144), "Q6_K": (6, 16, 210)}
 
 
 def bits_of(kind: str) -> int:
-    """Of the codes of one of GGUF's types; 0: it has none."""
+    """Bits of the codes of a GGUF type; 0: it has none."""
     digits = re.match(r"(?:I?Q|MXFP|NVFP|TQ)(\d)", kind)
     return int(digits[1]) if digits else 0
 
 
 def undone(data: np.ndarray, kind: Any, origin: str) -> np.ndarray:
-    """Values of the type `kind` of the gguf package.
+    """Values of the gguf package's type `kind`.
 
     Raises:
         CheckpointError: The type cannot be undone.
