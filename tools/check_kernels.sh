@@ -19,7 +19,7 @@ sanitizer() { # TOOL: few cases, compiled; every kernel is then slower a hundred
     [ -n "$program" ] || { echo "compute-sanitizer is missing"; return 3; }
     # PyTorch's allocator would hide what lies beside a tensor
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZER_SECONDS:-300}" "$program" --tool "$1" --error-exitcode 9 --print-limit 20 \
-        "$python" -m pytest -q -p no:cacheprovider -m gpu tests/still_kernels/test_triton.py -k "compiled and ($cases)"
+        "$python" -m pytest -q -p no:cacheprovider -m gpu tests/still_kernels/hybrid_attention/test_triton.py -k "compiled and ($cases)"
 }
 each_op() { # MODULE: bench or tune, of every op, one file each
     local op failed=0 more=()

@@ -26,7 +26,7 @@ import torch
 
 from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS
 
-CASES = Path(__file__).parents[1] / "tests/still_kernels/triton_cases.py"
+CASES = Path(__file__).parents[1] / "tests/still_kernels/hybrid_attention/triton_cases.py"
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 NARROW = {
     "no salient": ("float16", "bfloat16"),

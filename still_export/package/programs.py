@@ -31,7 +31,10 @@ SHARED = (
     "program",
 )
 CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")
-RUNNERS = {"ort": ("head", "ort_session"), "tensorrt": ("trt_engine", "cuda_driver")}
+RUNNERS = {
+    "ort": ("head", "ort_bindings", "ort_replay", "ort_session", "ort_states"),
+    "tensorrt": ("trt_engine", "cuda_driver"),
+}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
 

@@ -36,11 +36,8 @@ class Head:
         self.model, self.session = model, session
         self._state = next(state for state in model.table if not state.op)
         self._waiting: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        self._going: tuple[int, int, np.ndarray] = (
-            0,
-            0,
-            np.zeros(0),
-        )  # sequence, its length, hidden vector of its last token
+        # Sequence, its length, hidden vector of its last token.
+        self._going: tuple[int, int, np.ndarray] = (0, 0, np.zeros(0))
 
     def clear(self) -> None:
         """Drop waiting tokens of all sequences."""
@@ -82,8 +79,8 @@ class Head:
     def _read(self, first: int, sequences: Sequence[int], further: Sequence[int] = ()) -> np.ndarray:
         """Read the waiting tokens of `sequences`, then `further` tokens, which the model has not read."""
         model = self.model
-        value = model._past[self._state.name]
-        made = model._array(value)  # hidden vectors of each sequence's last token
+        value = model.states.past[self._state.name]
+        made = model.values.array(value)  # hidden vectors of each sequence's last token
         rows = []
         for sequence in sequences:
             waiting = self._waiting[sequence]
@@ -95,7 +92,7 @@ class Head:
             made[sequence] = hidden[-1] if len(hidden) else 0
             self._waiting[sequence] = []
         if model.device != "cpu":  # a copy; else the state's own memory
-            value.update_inplace(model._tensor(made, self._state.dtype))
+            value.update_inplace(model.values.tensor(made, self._state.dtype))
         counts = np.array([len(ids) for ids, _, _ in rows])
         if not counts.any():
             return np.zeros(0)
@@ -109,7 +106,7 @@ class Head:
         self, first: int, tokens: np.ndarray, counts: np.ndarray, past: np.ndarray, hidden: np.ndarray
     ) -> np.ndarray:
         """Logits [V] of the first sequence's last token."""
-        binding, inputs = self.model._binding(first, len(tokens), tokens.shape[1], AHEAD)
+        binding, inputs = self.model.bindings.of(first, len(tokens), tokens.shape[1], AHEAD)
         arrays = {"input_ids": tokens, "new_tokens": counts, "past_length": past, "hidden": hidden}
         for name, array in arrays.items():
             kind = hidden.dtype if array is hidden else np.int64

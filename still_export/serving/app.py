@@ -28,7 +28,8 @@ from still_export.package.files import check_hash
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
-from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
+from still_export.serving.queue import QueueFullError, StoppingError
+from still_export.serving.requests import Event, Request
 from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, line, to_submit, understood
 from still_export.serving.worker import Worker
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from still_export.package.refusals import CheckError
-from still_export.serving.scheduler import Request, Scheduler
+from still_export.serving.requests import Request
+from still_export.serving.scheduler import Scheduler
 
 CHECK_S = 1.0
 """Seconds between checks of the model's files."""

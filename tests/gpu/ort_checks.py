@@ -102,24 +102,24 @@ def buffers_apart(package: Path, provider: str) -> dict[str, Any]:
         binding.bind_output("logits", "cpu")
         binding.bind_output("present_length", "cpu")
         for state in model.table:
-            past = model._past[state.name]
-            rubbish = np.full(past.shape(), 7, model._array(past).dtype)
-            values[state.present] = model._tensor(rubbish, state.dtype)
+            past = model.states.past[state.name]
+            rubbish = np.full(past.shape(), 7, model.values.array(past).dtype)
+            values[state.present] = model.values.tensor(rubbish, state.dtype)
             binding.bind_ortvalue_input(state.past, past)
             binding.bind_ortvalue_output(state.present, values[state.present])
         model.session.run_with_iobinding(binding)
-        logits = model._floats(binding.get_outputs()[0])  # of all tokens, where guesses are checked
+        logits = model.values.floats(binding.get_outputs()[0])  # of all tokens, where guesses are checked
         same = np.array_equal(logits[:, -expected.shape[1] :], expected)
         wrong += [] if same else [f"logits of {count}"]
         wrong += [
             f"{s.name} of {count}"
             for s in model.table
-            if not np.array_equal(model._array(values[s.present]), kept[s.name])
+            if not np.array_equal(model.values.array(values[s.present]), kept[s.name])
         ]
         wrong += [
             f"past {s.name}"
             for s in model.table
-            if not np.array_equal(model._array(model._past[s.name]), given_states[s.name])
+            if not np.array_equal(model.values.array(model.states.past[s.name]), given_states[s.name])
         ][:3]
     assert not wrong, ", ".join(wrong[:6])
     return {}

@@ -14,7 +14,7 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from tests.still_graphs import test_block_attention as body
 from tests.still_graphs.node_model import WRONG_COUNTS, session, value
 from tests.still_kernels.block_attention.inputs import SPLITS, Layer, Split, calls
-from tests.still_kernels.test_block_attention import LAYERS
+from tests.still_kernels.block_attention.test_block_attention import LAYERS
 
 CHOICE = Layer().choice
 LONG: list[Split] = [270, 1, [0, 9], 1, [1, 12], [9, 1], [1, 0]]

@@ -15,7 +15,7 @@ import torch
 from still_export.runtime.ort_session import LEAST_VERSION
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from tests.still_graphs import test_functions as body
-from tests.still_kernels.hybrid_definition import hybrid_definition
+from tests.still_kernels.hybrid_attention.definition import hybrid_definition
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("onnxruntime")

@@ -17,7 +17,7 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from tests.still_graphs import node_model as nodes
 from tests.still_graphs.node_model import WRONG_COUNTS, close, refused
 from tests.still_kernels.block_attention.inputs import SPLITS, Layer, Split, calls
-from tests.still_kernels.test_block_attention import LAYERS, same
+from tests.still_kernels.block_attention.test_block_attention import LAYERS, same
 from tests.tolerances import REFERENCE
 
 

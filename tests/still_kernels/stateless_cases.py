@@ -13,7 +13,7 @@ from torch import Tensor
 
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import Setting, TileTable, changed
-from tests.still_kernels.triton_cases import guarded_workspaces
+from tests.still_kernels.guards import guarded_workspaces
 
 
 def launched(

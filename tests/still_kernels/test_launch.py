@@ -237,7 +237,9 @@ def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Path, compiled_before: Before) -> None:
     tool = Path(__file__).parents[2] / "tools/compile_kernels.py"
-    if compiled_before(sources(*COMPILES_HYBRID, "tools/compile_kernels.py", "tests/still_kernels/triton_cases.py")):
+    if compiled_before(
+        sources(*COMPILES_HYBRID, "tools/compile_kernels.py", "tests/still_kernels/hybrid_attention/triton_cases.py")
+    ):
         return
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

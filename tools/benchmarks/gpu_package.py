@@ -174,10 +174,10 @@ def kernels(model: Any, context: int, steps: int = 16) -> dict[str, Any]:
     model.start(1, context + 64)
     model.length[:] = context
     next(model.greedy(np.full(1, 5), 8))
-    binding, _, options = model._capture(1)
+    call = model.captures.capture(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
-            model.session.run_with_iobinding(binding, options)
+            model.session.run_with_iobinding(call.binding, call.options)
         torch.cuda.synchronize()
     found = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
     return {

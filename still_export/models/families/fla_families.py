@@ -1,13 +1,16 @@
 """Of flash-linear-attention gated linear attention (GLA, RetNet, HGRN, HGRN2), the delta rule (DeltaNet) and the gated delta rule
-(Gated DeltaNet), with softmax in some layers."""
+(Gated DeltaNet), with softmax in some layers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import index
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
 from still_export.models.families.fla import (
@@ -22,18 +25,140 @@ from still_export.models.families.fla import (
     FlaRetNet,
     fla_stack,
 )
-from still_export.models.families.fla_config import (
-    LINEAR,
-    delta_net_heads,
-    gated_delta_net_heads,
-    gla_heads,
-    hgrn2_heads,
-    hgrn_heads,
-    retnet_heads,
-    values,
-)
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Family, Published
+from still_export.models.families.stack import demand_covered, kept
+
+LINEAR = "linear_attention"
+
+
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = KINDS[config["model_type"]]
+    covered: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("swish", "silu"),
+        "attnres_block_size": (None,),
+        "feature_map": (None,),
+        "elementwise_affine": (True, None),
+        "qk_norm": ("l2",),
+        "qk_activation": ("silu",),
+        "use_beta": (True,),
+        "share_conv_kernel": (False,),
+        **kind.covered(config),
+    }
+    given = {**kind.defaults, **config}
+    demand_covered(f"a {kind.name}", given, covered)
+    hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
+    return {
+        **kept(config, *_KEPT),
+        **_softmax(given),
+        **kind.heads(given),
+        "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
+        "rms_norm_eps": given.get("norm_eps", 1e-6),
+        "linear_conv_kernel_dim": given.get("conv_size", 4) if given["use_short_conv"] else 0,
+        "allow_neg_eigval": given.get("allow_neg_eigval", False),
+    }
+
+
+_KEPT = ("model_type", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
+
+
+def gated_delta_net_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, dim = given["num_heads"], given["head_dim"]
+    gate = {"swish": "silu"}.get(given.get("output_gate_activation", "swish"), given.get("output_gate_activation"))
+    return head_sizes(heads, given.get("num_v_heads") or heads, dim, dim * given["expand_v"]) | {
+        "linear_gate": gate if given["use_gate"] else None
+    }
+
+
+def delta_net_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = given["num_heads"], given["hidden_size"]
+    found = head_sizes(heads, heads, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
+    return found | {"linear_gate": "silu" if given["use_gate"] else None}
+
+
+def gla_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = given["num_heads"], given["hidden_size"]
+    kept = given.get("num_kv_heads") or heads
+    found = head_sizes(kept, kept, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
+    return found | {
+        "linear_num_query_heads": heads,
+        "linear_gate": "silu" if given["use_output_gate"] else None,
+        "clamp_min": given.get("clamp_min"),
+    }
+
+
+def hgrn2_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = given["hidden_size"]
+    ratio = given["expand_ratio"] or hidden // given["num_heads"]  # which decides where both are given
+    heads = hidden // ratio
+    return head_sizes(heads, heads, ratio, hidden / heads) | {
+        "linear_conv_activation": "none",
+        "lower_bounds": given["use_lower_bound"],
+    }
+
+
+def hgrn_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    channels = int(given["hidden_size"] * given["expand_ratio"])
+    return head_sizes(channels, channels, 1, 1) | {
+        "linear_num_query_heads": 0,
+        "linear_conv_activation": "none",
+        "lower_bounds": given["use_lower_bound"],
+    }
+
+
+def retnet_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = delta_net_heads({**given, "use_gate": given["use_output_gate"]})
+    turned: dict[str, Any] = {
+        "head_dim": sizes["linear_key_head_dim"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return sizes | turned
+
+
+def head_sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:
+    """Sizes of the rule's heads of `dim` channels of keys and `size` of values."""
+    if dim != int(dim) or size != int(size):
+        raise ConfigError(
+            f"config.json gives heads of {dim:g} keys and {size:g} values, which are no whole numbers. Fix head_dim, expand_k, expand_v "
+            "or num_heads."
+        )
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_query_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": int(dim),
+        "linear_value_head_dim": int(size),
+    }
+
+
+def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are softmax attention, by `attn`, and its heads; without such layers heads as one would make them."""
+    layers, found = given["num_hidden_layers"], given.get("attn")
+    if not found:
+        heads = given.get("num_heads") or 1  # HGRN2's may be left out
+        return {
+            "layer_types": [LINEAR] * layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": max(1, given["hidden_size"] // heads),
+        }
+    if isinstance(found, list):
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                "attn in config.json describes several kinds of softmax layers; one kind is covered."
+            )
+        found = found[0]
+    if found.get("qk_norm"):
+        raise UnsupportedModelError("attn.qk_norm in config.json: softmax layers are covered without norms of heads.")
+    return {
+        "layer_types": [FULL if i in found["layers"] else LINEAR for i in range(layers)],
+        "num_attention_heads": found["num_heads"],
+        "num_key_value_heads": found.get("num_kv_heads") or found["num_heads"],
+        "head_dim": given["hidden_size"] // found["num_heads"],
+        "attention_bias": found.get("qkv_bias", False),
+        "sliding_window": None if found.get("window_size") is None else index(found["window_size"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)},
+    }
 
 
 class FlaConfigMixin(LinearConfigMixin):

@@ -1,20 +1,200 @@
-"""Qwen2.5 and Qwen3 whose softmax RADLADS made RWKV-6 or RWKV-7, in all layers or some: modules that hold the weights, families."""
+"""Qwen2.5 and Qwen3 whose softmax RADLADS made RWKV-6 or RWKV-7, in all layers or some (QRWKV, Qwerky).
+
+Source: RADLADS, arXiv:2505.03005. Forms share a model_type; what config.json says tells them apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import Place, stack_family
-from still_export.models.families.radlads_config import LINEAR, NAMES, SHARES, RadladsConfig, moved, unused, values
+from still_export.models.families.rwkv6 import turned
 from still_export.models.families.rwkv7 import low_rank
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.read.weights import Weight
+
+LINEAR = "linear_attention"
+NAMES = ("rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3")
+UNUSED = "RWKV-7 that its published code does not read"
+_GATES = ("none", "full", "low_rank")
+SHARES = "rkvwg"
+"""What RWKV-6 mixes of a token and the one before, in the order of the file."""
+_PARAMETER = re.compile(r"(model\.layers\.(\d{1,6})\.self_attn)\.(\w+)")
+_LOW_RANK = re.compile(r"([wavg])([12])")
+
+
+@strict
+class RadladsConfig(StackConfig):
+    """What its layers have, under transformers' names where it has the like.
+
+    Args:
+        seven: RWKV-7's rule, else RWKV-6's.
+        token_shift: Projections read a part of the token before.
+        balanced: Keys are scaled by what is forgotten.
+        key_scales: Keys have scales of their own (k_k, k_a).
+        bonus: A token reads its own value by another key (r_k).
+        head_norm: Of the output of each head.
+        gate: Of the output: none, full or low_rank.
+        ranks: Of the low-rank parts: decay, rate, share of the first layer's values, gate, shares of the token before.
+        use_rope: Queries and keys are turned by their positions.
+        qk_norm: Queries and keys have a norm.
+    """
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    seven: bool = True
+    token_shift: bool = False
+    balanced: bool = True
+    key_scales: bool = False
+    bonus: bool = False
+    head_norm: bool = False
+    gate: str = "low_rank"
+    ranks: list[int] | None = None
+    use_rope: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    qk_norm: bool = False
+    attention_bias: bool = True
+    output_bias: bool = False
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    rms_norm_eps: float = 1e-6
+
+
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind, width, heads = str(config["model_type"]), int(config["hidden_size"]), int(config["num_attention_heads"])
+    seven, newer = kind != "rwkv6qwen2", kind == "rwkv7qwen3"
+    first = kind == "rwkv7qwen2" and not {"use_rope", "balance_state"} & set(config)
+    _demand_form(kind, config, first)
+    if width % heads:
+        raise ConfigError(
+            f"hidden_size={width} in config.json is no multiple of num_attention_heads={heads}. Fix one of them."
+        )
+    layers, rope = int(config["num_hidden_layers"]), bool(config.get("use_rope", False))
+    kinds = [FULL if _is_softmax(config, layer, layers) else LINEAR for layer in range(layers)]
+    if FULL in kinds and (not rope or kinds[0] == FULL):
+        raise UnsupportedModelError(
+            f"num_attention_layers={config['num_attention_layers']} in config.json of an {kind} model: softmax layers are read where "
+            "use_rope is true and the first layer is none of them, as its published code can run them."
+        )
+    balanced, bias = bool(config.get("balance_state", not first)), bool(config.get("attention_bias", True))
+    wide = 1 + (width >= 4096)
+    ranks = [
+        int(config.get("lora_rank_decay") or (_rank(width, 0.5, 1.8) if seven else 64 * wide)),
+        int(config.get("lora_rank_iclr") or _rank(width, 0.5, 1.8)),
+        int(config.get("lora_rank_value_residual_mix") or _rank(width, 0.5, 1.3)),
+        int(config.get("lora_rank_gate") or _rank(width, 0.8, 0.6)),
+        int(config.get("lora_rank_tokenshift") or 32 * wide),
+    ]
+    context = ("max_position_embeddings",) if rope else ()
+    return {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **kept(config, "intermediate_size", "rms_norm_eps", "initializer_range", *context),
+        "model_type": kind,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or width // heads),
+        "seven": seven,
+        "token_shift": first or (not seven and bool(config.get("use_tokenshift", True))),
+        "balanced": balanced,
+        "key_scales": kind == "rwkv7qwen2" and not balanced,
+        "bonus": first,
+        "head_norm": bool(config.get("groupnorm_att", kind == "rwkv7qwen2")),
+        "gate": _GATES[config.get("gate_rank_type", 2 if seven else 1)],
+        "ranks": ranks,
+        "use_rope": rope,
+        "rope_parameters": rope_of(config) if rope else None,
+        "qk_norm": newer,
+        "attention_bias": bias,
+        "output_bias": bias if newer else bool(config.get("attention_output_bias", False)),
+        "layer_types": kinds,
+    }
+
+
+def _demand_form(kind: str, config: Mapping[str, Any], first: bool) -> None:
+    """Raise UnsupportedModelError where config.json says what no published code of this form reads, or too little."""
+    if kind == "rwkv7qwen2" and not first and "balance_state" not in config:
+        raise UnsupportedModelError(
+            "config.json of an rwkv7qwen2 model has use_rope and no balance_state: a form between the first one and the released one, "
+            "whose keys its files do not tell. Where modeling_rwkv7qwen2.py in the folder is the released one, add balance_state to "
+            "config.json."
+        )
+    no = (False, None)
+    covered: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),
+        "gate_rank_type": (1, 2) if kind == "rwkv7qwen2" else (0, 1, 2),
+        **dict.fromkeys(("use_sliding_window", "use_k_first", "use_bonus", "v_first_pre_gqa"), no),
+        **dict.fromkeys(("first_attention_layer", "first_post_attention_layer"), (None,)),
+    }
+    if kind == "rwkv6qwen2":
+        covered["num_attention_layers"] = (0, None)
+    else:
+        covered["use_tokenshift"] = no
+    if first:
+        covered |= {"groupnorm_att": (True,), "gate_rank_type": (2,), "num_attention_layers": (0, None)}
+    demand_covered(f"an {kind}", config, covered)
+
+
+def _is_softmax(config: Mapping[str, Any], layer: int, layers: int) -> bool:
+    """Whether a layer is one of the last `num_attention_layers`, of which up to last_striping_layer each attention_striping-th counts."""
+    stripe, last = int(config.get("attention_striping") or 1), int(config.get("last_striping_layer", 99999))
+    if layer < layers - int(config.get("num_attention_layers") or 0):
+        return False
+    return layer > min(layers, last) or (min(layers - 1, last) - layer) % stripe == 0
+
+
+def _rank(width: int, power: float, factor: float) -> int:
+    """A multiple of 32 near factor * width ** power, where config.json says no rank."""
+    return 32 * max(1, round(width**power * factor / 32))
+
+
+def unused(name: str, config: Mapping[str, Any]) -> str:
+    """As of `Published`: parameters of RWKV-7 that its files have in every form."""
+    match = _PARAMETER.fullmatch(name)
+    if match is None or not config["seven"]:
+        return ""
+    absent = {"r_k": not config["bonus"], **dict.fromkeys(("k_k", "k_a"), not config["key_scales"])}
+    absent |= dict.fromkeys(("v0", "v1", "v2"), match[2] == "0")
+    return UNUSED if absent.get(match[3]) else ""
+
+
+def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
+    """With low-rank products, which lie as [in, out], as linear layers, and RWKV-6's parameters under the names of RWKV-7's."""
+    shifts = {"time_maa_x": "x_all", **{f"time_maa_{x}": f"x_{x}" for x in SHARES}}
+    plain = {**shifts, "time_decay": "w0"}
+    products = {"time_decay_w1": "w_lora.0", "time_decay_w2": "w_lora.2", "time_maa_w1": "mix_in"}
+    found: dict[str, Weight] = {}
+    for name, whole in tensors.items():
+        match = _PARAMETER.fullmatch(name)
+        start, own = (match[1], match[3]) if match else ("", "")
+        if low := _LOW_RANK.fullmatch(own):
+            found[f"{start}.{low[1]}_lora.{2 * (int(low[2]) - 1)}.weight"] = turned(whole, whole.shape)
+        elif own in products:
+            found[f"{start}.{products[own]}.weight"] = turned(whole, whole.shape)
+        elif own == "time_maa_w2":
+            for number, part in enumerate(SHARES):
+                found[f"{start}.mix_{part}.weight"] = turned(whole, whole.shape[1:], number)
+        else:
+            found[f"{start}.{plain[own]}" if own in plain else name] = whole
+    return found
+
 
 _EPSILON = 1e-5
 """Of the norm of a head, for each of its channels."""

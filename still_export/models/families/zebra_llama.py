@@ -17,9 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from still_export.folders.families import ZEBRA
 from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
-from still_export.models.families.mamba_in_llama import LINEAR, InLlamaBlock, in_llama_stack
-from still_export.models.families.mamba_in_llama_config import InLlamaConfig, InLlamaConfigMixin
-from still_export.models.families.mamba_in_llama_config import values as in_llama_values
+from still_export.models.families.mamba_in_llama import (
+    LINEAR,
+    InLlamaBlock,
+    InLlamaConfig,
+    InLlamaConfigMixin,
+    in_llama_stack,
+)
+from still_export.models.families.mamba_in_llama import values as in_llama_values
 from still_export.models.families.softmax_families import Published
 from still_export.models.families.stack import demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from still_export.errors import ConfigError
 from still_export.models.families.fla import FlaGatedDeltaNet, FlaKind, GatedRMSNorm
-from still_export.models.families.fla_config import LINEAR, gated_delta_net_heads
-from still_export.models.families.fla_families import fla_family
+from still_export.models.families.fla_families import LINEAR, fla_family, gated_delta_net_heads
 from still_kernels.routed_attention.spec import ROUTED_CHUNK
 
 NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"

@@ -17,7 +17,7 @@ from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_export.tiny import CHUNK, plain_model, still_model
-from tests.still_kernels.hybrid_definition import hybrid_definition
+from tests.still_kernels.hybrid_attention.definition import hybrid_definition
 from tests.tolerances import REFERENCE
 
 

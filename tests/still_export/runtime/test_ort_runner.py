@@ -253,7 +253,7 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     """ONNX Runtime's CUDA provider copies a host array when it is bound: what is written into it later is not seen."""
     expected = greedy(started(export_tiny), 12)
     model = OrtModel(export_tiny().path, threads=1)
-    real = model._value
+    real = model.values.kind
 
     class DeviceValue:
         """OrtValue of a device whose memory is here."""
@@ -281,8 +281,8 @@ def test_a_device_that_copies_inputs_when_they_are_bound(
     run = model.session.run_with_iobinding
     monkeypatch.setattr(model.session, "io_binding", lambda: Copying(make()))
     monkeypatch.setattr(model.session, "run_with_iobinding", lambda binding, options: run(binding._binding))
-    monkeypatch.setattr(model, "_value", DeviceValue)
-    monkeypatch.setattr(model, "device", "cuda")
+    monkeypatch.setattr(model.values, "kind", DeviceValue)
+    monkeypatch.setattr(model.values, "device", "cuda")
     model.start()
     assert greedy(model, 12) == expected
 
@@ -300,14 +300,14 @@ def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
     attach_functions(graph)
     onnx.save(graph, tmp_path / "model.onnx")
     model.session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    monkeypatch.setattr(model, "_options", lambda graph: None)  # which the CPU provider has none of
+    monkeypatch.setattr(model.captures, "options", lambda graph=0: None)  # which the CPU provider has none of
     model.replays = model.says_token = True
     model.start()
     first = int(model.prefill(PROMPT).argmax())
     steps = model.greedy(np.array([first]), 9)
     taken = [first, int(next(steps)[0])]
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_floats", None)
+        patch.setattr(model.values, "floats", None)
         taken += [int(token[0]) for token in steps]
     assert taken == expected[:10]
     ids = np.array([taken[-1:]])
@@ -326,7 +326,7 @@ def test_calls_on_some_rows_leave_the_others(
 ) -> None:
     """Rows come, go on and go at different times; each says what it says alone, to the last token of the capacity."""
     model = OrtModel(export_tiny(layer_types=MIXED, capacity_tokens=64).path, threads=1)
-    monkeypatch.setattr(model, "_in_place", lambda state: in_place)
+    monkeypatch.setattr(model.states, "in_place", lambda state: in_place)
     rows = {0: PROMPT[:61], 2: PROMPT[20:59], 3: PROMPT[5:30]}
     expected = {}
     for row, prompt in rows.items():

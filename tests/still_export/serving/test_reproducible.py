@@ -18,7 +18,8 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefix_folder import open_prefixes
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Text
-from still_export.serving.scheduler import Request, Scheduler
+from still_export.serving.requests import Request
+from still_export.serving.scheduler import Scheduler
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions

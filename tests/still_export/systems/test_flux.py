@@ -14,7 +14,8 @@ from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefix_folder import open_prefixes
 from still_export.runtime.sampling import RunError, Sampling
-from still_export.serving.scheduler import Request, Scheduler
+from still_export.serving.requests import Request
+from still_export.serving.scheduler import Scheduler
 from tests.still_export.linear_models import VOCAB, linear_model
 from tests.still_export.verbs import call
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from still_kernels.attention.meaning import AttentionState, Inputs
 from still_kernels.codes import dequantized, quantized
 from tests.still_kernels.attention.inputs import Layer, Split, calls
-from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
+from tests.still_kernels.guards import guarded_workspaces, shuffle_programs
 
 SMALL = Layer(6, 2, 24, 300)
 """No size is a power of two that the kernels would not have to mask."""

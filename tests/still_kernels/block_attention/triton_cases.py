@@ -20,7 +20,7 @@ from still_kernels.select_blocks.meaning import naive_select_blocks
 from still_kernels.select_blocks.plan import tile_table as select_table
 from still_kernels.tile import TileTable, changed
 from tests.still_kernels.block_attention.inputs import Layer, Split, calls
-from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
+from tests.still_kernels.guards import guarded_workspaces, shuffle_programs
 from tests.tolerances import REFERENCE
 
 CLEAR = 1e-5

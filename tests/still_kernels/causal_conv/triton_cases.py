@@ -16,7 +16,7 @@ from torch import Tensor
 
 from still_kernels.causal_conv.meaning import empty_state
 from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, Split, calls
-from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
+from tests.still_kernels.guards import guarded_workspaces, shuffle_programs
 
 
 @dataclass(frozen=True)

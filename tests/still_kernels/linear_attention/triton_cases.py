@@ -17,8 +17,8 @@ from torch import Tensor
 from still_kernels.linear_attention.meaning import Inputs, empty_state
 from still_kernels.linear_attention.pages import ALIGNMENT, Pages
 from still_kernels.packing import Packing
+from tests.still_kernels.guards import Guarded, guarded_workspaces, shuffle_programs
 from tests.still_kernels.linear_attention.inputs import LAYERS, Call, Layer, Split, calls, error, loop, wrong_forms
-from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
 
 KEYS, HEADS = Layer(decay=10, groups=3, keys=2), Layer()
 

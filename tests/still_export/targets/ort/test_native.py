@@ -26,6 +26,7 @@ from still_export.package.refusals import CheckError
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.ort_session import native_library, open_session
+from still_export.runtime.ort_states import Values
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
@@ -149,7 +150,7 @@ def test_replayed_steps_are_single_steps(built: None, export_tiny: Exporter) -> 
             found.append((tokens, model.length.copy(), model.state_arrays()))
         (tokens, length, states), (theirs, their_length, their_states) = found
         assert tokens == theirs and length == their_length == 11 + 59
-        assert list(model._captured) == [(1, 0)]
+        assert list(model.captures.captured) == [(1, 0)]
         for name, state in states.items():
             room = tuple(slice(0, min(sizes)) for sizes in zip(state.shape, their_states[name].shape, strict=True))
             np.testing.assert_array_equal(state[room], their_states[name][room], err_msg=name)
@@ -301,19 +302,19 @@ def test_a_gpu_without_kernels_is_told_what_to_export(
 
 def test_bfloat16_values_of_a_device() -> None:
     """numpy lacks the type: the bits go through a value of the host."""
-    model = OrtModel.__new__(OrtModel)
-    model.device = "cuda"
-    model._value = types.SimpleNamespace(
+    values = Values.__new__(Values)
+    values.device = "cuda"
+    values.kind = types.SimpleNamespace(
         ortvalue_from_numpy_with_onnx_type=OrtValue.ortvalue_from_numpy_with_onnx_type,
         ortvalue_from_shape_and_type=lambda shape, kind, device, index: OrtValue.ortvalue_from_shape_and_type(
             shape, kind
         ),
     )
     bits = np.array([[0x3F80, 0xC000], [0x0000, 0x7F80]], np.uint16)
-    value = model._tensor(bits, "bfloat16")
+    value = values.tensor(bits, "bfloat16")
     assert value.data_type() == "tensor(bfloat16)"
-    np.testing.assert_array_equal(model._array(value), bits)
-    np.testing.assert_array_equal(model._floats(value), [[1.0, -2.0], [0.0, np.inf]])
+    np.testing.assert_array_equal(values.array(value), bits)
+    np.testing.assert_array_equal(values.floats(value), [[1.0, -2.0], [0.0, np.inf]])
 
 
 def test_replayed_steps_are_captured_without_tokens(
@@ -322,7 +323,7 @@ def test_replayed_steps_are_captured_without_tokens(
     """A session that runs a call three times before it replays it, as ONNX Runtime's capture does: states are those of single steps."""
     package = native(export_tiny)
     model = OrtModel(package.path, threads=1)
-    real, run, graphs = model._value, model.session.run_with_iobinding, []
+    real, run, graphs = model.values.kind, model.session.run_with_iobinding, []
 
     class DeviceValue:
         """OrtValue of a device whose memory is here."""
@@ -337,7 +338,7 @@ def test_replayed_steps_are_captured_without_tokens(
             run(binding, options)
         graphs.append(number)
 
-    monkeypatch.setattr(model, "_value", DeviceValue)
+    monkeypatch.setattr(model.values, "kind", DeviceValue)
     monkeypatch.setattr(model, "replays", True)
     monkeypatch.setattr(model.session, "run_with_iobinding", capture)
     start = {"input_ids": np.stack([PROMPT, PROMPT[::-1]]), "new_tokens": np.array([61, 40])}

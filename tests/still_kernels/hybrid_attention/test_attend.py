@@ -20,7 +20,7 @@ from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.sm90 import gluon_attend
 from still_kernels.packing import Packing
-from tests.still_kernels import attend_cases
+from tests.still_kernels.hybrid_attention import attend_cases
 
 SCRIPT = Path(__file__).with_name("attend_cases.py")
 

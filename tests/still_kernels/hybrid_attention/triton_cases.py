@@ -7,10 +7,7 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +26,7 @@ from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS, tile_table
 from still_kernels.packing import Packing
 from still_kernels.tile import TileTable, changed
+from tests.still_kernels.guards import Guarded, guarded_workspaces, shuffle_programs
 
 SMALL: dict[str, Any] = {
     "num_heads": 4,
@@ -269,49 +267,6 @@ def case_inputs(case: Case, batch: int, tokens: int, generator: torch.Generator)
     return [query, key, value, torch.sigmoid(gate) if config.gate == "channel" else None]
 
 
-GUARD = 1024  # elements before and after each guarded tensor
-
-
-class Guarded:
-    """Makes tensors with a margin on both sides, filled with NaN or a sentinel, and finds writes outside."""
-
-    def __init__(self) -> None:
-        self.blocks: list[torch.Tensor] = []
-
-    def empty(self, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of garbage within margins."""
-        size = math.prod(shape)
-        block = torch.full((size + 2 * GUARD,), 77, dtype=dtype, device=like.device)
-        self.blocks.append(block)
-        inner = block[GUARD : GUARD + size].view(shape)
-        return inner.fill_(float("nan") if dtype.is_floating_point else 113)
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy within margins."""
-        return self.empty(tensor, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
-    def check(self) -> None:
-        """Fail if a margin was written."""
-        for block in self.blocks:
-            assert bool((block[:GUARD] == 77).all()) and bool((block[-GUARD:] == 77).all()), (
-                f"a kernel wrote outside a buffer of {block.numel() - 2 * GUARD} elements, {block.dtype}"
-            )
-        self.blocks.clear()
-
-
-@contextlib.contextmanager
-def guarded_workspaces() -> Iterator[Guarded]:
-    """Workspaces of launches within margins; not of those that follow, in tests of the same process."""
-    from still_kernels import launcher
-
-    guarded, before = Guarded(), launcher.allocate
-    launcher.allocate = guarded.empty
-    try:
-        yield guarded
-    finally:
-        launcher.allocate = before
-
-
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Greatest difference of each result, relative above 1, from the chunked form, over all calls of a case; NaN where one is NaN.
 
@@ -427,24 +382,6 @@ def run_unused(name: str, dtype: torch.dtype) -> None:
             launch.launch_hybrid_attention(Inputs(*inputs, *weights, new), config, state, outputs[-1], table=table)
             state.length.add_(new)
         assert torch.equal(*outputs) and torch.equal(zeros.kv_state, unknown.kv_state), f"{name}, {tokens} tokens"
-
-
-def shuffle_programs() -> None:
-    """From now on the interpreter runs the programs of a grid in some other order at each launch; on hardware they have none."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    generator = random.Random(1)
-    original, order = builder.set_grid_idx, [0]
-
-    def set_grid_idx(x: int, y: int, z: int) -> None:
-        _, ny, nz = builder.grid_dim
-        if x == y == z == 0:
-            order[:] = range(math.prod(builder.grid_dim))
-            generator.shuffle(order)
-        i = order[(x * ny + y) * nz + z]
-        original(i // (ny * nz), i // nz % ny, i % nz)
-
-    builder.set_grid_idx = set_grid_idx
 
 
 def _pages(config: HybridAttentionConfig, slots: int, dtype: torch.dtype, rest: bool) -> Pages:
@@ -582,12 +519,12 @@ def _launch_packed(
 
 
 if __name__ == "__main__":
-    import quick_interpreter
+    from tests.still_kernels import quick_interpreter
 
     quick_interpreter.install()
     dtype, *names = sys.argv[1:]
     if dtype in ("float16", "bfloat16", "unused", "rest"):
-        import interpreter16
+        from tests.still_kernels import interpreter16
 
         interpreter16.install()
     if dtype == "shuffled":

@@ -187,7 +187,7 @@ def main(arguments: list[str]) -> None:
     """Command line."""
     device, kind = arguments[0].split(":")
     if device == "cpu":
-        from quick_interpreter import install
+        from tests.still_kernels.quick_interpreter import install
 
         install()
     dispatch.demand_kernel = lambda *_: None  # small heads have kernels, but no times

@@ -17,7 +17,7 @@ from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
-from tests.still_kernels.hybrid_definition import hybrid_definition, routing_of
+from tests.still_kernels.hybrid_attention.definition import hybrid_definition, routing_of
 from tests.tolerances import GOLDEN, REFERENCE
 
 DOUBLE = torch.float64
@@ -95,7 +95,7 @@ def assert_same_state(a: HybridAttentionState, b: HybridAttentionState, toleranc
 
 @pytest.mark.parametrize("name", ["released_a", "released_b"])
 def test_reproduces_released_prefill(name: str) -> None:
-    path = Path(__file__).parents[1] / "golden" / f"{name}.npz"
+    path = Path(__file__).parents[2] / "golden" / f"{name}.npz"
     golden = {key: torch.from_numpy(value) for key, value in np.load(path).items()}
     query, key, value = (golden[n].transpose(1, 2) for n in ("query", "key", "value"))
     gate = torch.sigmoid(golden["gate_logits"]).transpose(1, 2)

@@ -14,7 +14,8 @@ from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
-from tests.still_kernels import interpreter16, triton_cases
+from tests.still_kernels import interpreter16
+from tests.still_kernels.hybrid_attention import triton_cases
 
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 interpreted = functools.partial(run_cases, SCRIPT, kind="float32")

@@ -350,7 +350,7 @@ def _launch(
 @functools.cache
 def gluon_interpreter() -> Any:
     """The module of this folder, which is not a package."""
-    path = Path(__file__).with_name("gluon_interpreter.py")
+    path = Path(__file__).parents[1] / "gluon_interpreter.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)

@@ -1,0 +1,126 @@
+"""The rows of the batch: who has them, what their states have read, and what of it is kept for later requests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from still_export.runtime.base import Runner
+from still_export.runtime.prefixes import PrefixCache
+from still_export.runtime.text import Text
+from still_export.serving.requests import Request, Row
+
+KEPT_TOKENS = 2048
+"""Room that a model without requests keeps: growing again copies."""
+
+KEPT_S = 30.0
+"""How long it keeps more, for the next turn of a conversation."""
+
+LEAST_FORK = 16
+"""Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
+
+
+class Rows:
+    """Rows that requests have, and the states that requests left in the others.
+
+    Args:
+        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
+        grid: States are kept at multiples of so many tokens, of prompts alone; 0: everywhere.
+    """
+
+    def __init__(self, model: Runner, rows: int, prefixes: PrefixCache | None, grid: int) -> None:
+        self.model, self.prefixes, self.grid = model, prefixes, grid
+        self._rows: list[Row | None] = [None] * rows
+        self._left_at = [0.0] * rows
+        self._start()
+
+    def _start(self) -> None:
+        self.model.start(len(self._rows))
+        self._left: list[list[int]] = [[] for _ in self._rows]  # what the states in free rows have read
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        """Those that requests have."""
+        return (row for row in self._rows if row is not None)
+
+    def __contains__(self, row: Row) -> bool:
+        return self._rows[row.number] is row
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(1 for _ in self)
+
+    def shrink(self) -> None:
+        """Give memory back that no request has used for long."""
+        if self.model.room > KEPT_TOKENS and time.perf_counter() - max(self._left_at) > KEPT_S:
+            self._start()
+
+    def take(self, request: Request, text: Text) -> Row:
+        """A free row: the one that has read most of the prompt, or whose state was left longest ago; the lowest of them, since a call spans
+        the rows from the first to the last that it needs."""
+        free = [number for number, row in enumerate(self._rows) if row is None]
+        number = max(free, key=lambda n: (self._has_read(n, request), -self._left_at[n]))
+        row = self._rows[number] = Row(number, request, text)
+        return row
+
+    def begin(self, row: Row) -> None:
+        """Put a row that was taken behind what is known of its prompt."""
+        row.read = self._has_read(row.number, row.request)
+        kept = self.prefixes.find(row.request.prompt) if self.prefixes else None
+        if self.prefixes and kept and kept.length > row.read:
+            self.model.put(row.number, self.prefixes.state(kept), kept.length)
+            row.read = kept.length
+        elif not row.read:
+            self.model.forget(row.number)
+        if self.prefixes:
+            row.request.cached = row.read
+            fork = self.prefixes.known(row.request.prompt)
+            row.fork = self.on_grid(fork) if fork - row.read >= LEAST_FORK else 0
+            self.prefixes.asked += len(row.request.prompt)
+            self.prefixes.found += row.read
+
+    def free(self, row: Row, lost: bool = False) -> None:
+        """Take a row from its request; `lost`: its state is not used again."""
+        self._rows[row.number] = None
+        if self.prefixes:
+            read = self._read_by(row) if not self.grid or self._bare(row) else []
+            self._left[row.number], self._left_at[row.number] = read, time.perf_counter()
+        if lost:
+            self._left[row.number] = []
+
+    def keep(self, row: Row, lasting: bool = False) -> None:
+        """Keep the state of all that the row has read; on a grid, of a prompt's beginning alone, which was read in pieces of it."""
+        if not self.prefixes:
+            return
+        read = self._read_by(row)
+        if self.grid:
+            if not self._bare(row):
+                return
+            lasting = len(read) == self.on_grid(len(row.request.prompt))
+        try:
+            self.prefixes.keep(read, self.model.take(row.number), len(read), lasting)
+        except MemoryError:
+            print("memory is full: the prefix cache is emptied. Give it less: --prefix-cache", file=sys.stderr)
+            self.prefixes.clear()
+
+    def on_grid(self, tokens: int) -> int:
+        """The last place up to `tokens` where states may be kept."""
+        return tokens // self.grid * self.grid if self.grid else tokens
+
+    def _has_read(self, number: int, request: Request) -> int:
+        """How much of a prompt the state that was left in a free row has read."""
+        left = self._left[number]
+        return len(left) if len(left) < len(request.prompt) and list(request.prompt[: len(left)]) == left else 0
+
+    def _read_by(self, row: Row) -> list[int]:
+        """The tokens that a row's state has read."""
+        return [*row.request.prompt, *row.request.tokens][: int(self.model.length[row.number])]
+
+    def _bare(self, row: Row) -> bool:
+        """The row has read the beginning of a prompt alone, which ends on the grid."""
+        read = int(self.model.length[row.number])
+        return read == row.read == self.on_grid(read)
