@@ -24,10 +24,10 @@ REGISTERS = "still_export.models"
 
 
 class _Counted(Loader):
-    """Loads a module as `loader` does, and registers after the outermost where one of the Auto classes' modules was among them."""
+    """Loads a module with `loader`; registers after the outermost import if one of the Auto classes' modules was in it."""
 
     depth = 0
-    """Modules of transformers that have begun to load and have not ended."""
+    """Number of transformers modules being loaded."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -36,7 +36,7 @@ class _Counted(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader  # sources and resources are asked of it
+        module.__loader__ = self.loader  # import machinery asks for sources and resources
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         _Counted.depth += 1
@@ -49,7 +49,7 @@ class _Counted(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of transformers where the other finders do."""
+    """Finds transformers' modules with the other finders."""
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
@@ -59,7 +59,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.split(".")[0] != PACKAGE or fullname in self.asked:
             return None
-        self.asked.add(fullname)  # so that the next line does not come back here
+        self.asked.add(fullname)  # prevents recursion in the next line
         try:
             spec = find_spec(fullname)
         finally:
@@ -73,7 +73,7 @@ _FINDER = _Finder()
 
 
 def _register() -> None:
-    """Import what registers. A transformers that this package cannot work with must not become unusable by it."""
+    """Register. A transformers version that this package cannot work with must stay usable without it."""
     try:
         importlib.import_module(REGISTERS)
     except (ImportError, StillExportError) as error:
@@ -81,7 +81,7 @@ def _register() -> None:
 
 
 def register_when_needed() -> None:
-    """Register STILL's families as soon as transformers' Auto classes are there."""
+    """Register STILL's families as soon as transformers' Auto classes are loaded."""
     if AUTO & sys.modules.keys():
         if _FINDER in sys.meta_path:
             sys.meta_path.remove(_FINDER)

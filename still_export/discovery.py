@@ -1,4 +1,4 @@
-"""Finds research systems: the folders of `systems`, and installed packages that name themselves in the entry-point group of that name."""
+"""Find research systems: folders of `systems`, and installed packages with an entry point in the group of that name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 from still_export.errors import ConfigError
 
 GROUP = f"{__package__}.systems"
-"""The entry-point group, and the package of the systems that come with this one."""
+"""The entry-point group, and the package of this project's own systems."""
 
 
 class Named(Protocol):
-    """What a registry holds."""
+    """An entry of a registry."""
 
     @property
     def name(self) -> str: ...
@@ -31,13 +31,13 @@ Item = TypeVar("Item", bound=Named)
 
 @cache
 def systems() -> tuple[str, ...]:
-    """Packages of the systems: those beside this file, then those of installed packages."""
+    """Packages of the systems: this project's, then those of installed packages."""
     own = [f"{GROUP}.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).with_name("systems"))])]
     return tuple(dict.fromkeys((*own, *(entry.value for entry in entry_points(group=GROUP)))))
 
 
 class Registry(MutableMapping[str, Item]):
-    """Records by name: the project's own, and those of systems, which load when something is first looked up.
+    """Records by name: the project's own, and those of systems, which load at the first lookup.
 
     Args:
         own: Records of no system.
@@ -54,7 +54,7 @@ class Registry(MutableMapping[str, Item]):
     def _all(self) -> dict[str, Item]:
         if self._left is None:
             self._left = list(systems())
-        if self._left and not self._loads:  # a system that loads may look up what is known so far
+        if self._left and not self._loads:  # a loading system may look up what is known so far
             self._loads = True
             try:
                 self._left = [system for system in self._left if not self._add(system)]
@@ -63,7 +63,7 @@ class Registry(MutableMapping[str, Item]):
         return self._items
 
     def _add(self, system: str) -> bool:
-        """Take in what one system adds; False: its module is being imported right now."""
+        """Add the records of one system; False: its module is being imported right now."""
         name = f"{system}.{self._module}"
         try:
             if find_spec(name) is None:
@@ -99,7 +99,7 @@ class Registry(MutableMapping[str, Item]):
 
 @dataclass(frozen=True)
 class Folder:
-    """A published folder whose config.json names another family than its own.
+    """A published folder whose config.json names another family than the folder's own.
 
     Args:
         name: The family's model_type.
@@ -114,6 +114,6 @@ FOLDERS: Registry[Folder] = Registry((), "folder", "FOLDERS")
 
 
 def recognised(config: Mapping[str, Any]) -> str:
-    """The model_type of a config.json: that of the system which recognises it, or its own; "" where it has none."""
+    """The model_type for a config.json: that of the system that recognises it, or its own; "" without one."""
     own = str(config.get("model_type", ""))
     return next((folder.name for folder in FOLDERS.values() if folder.name != own and folder.recognises(config)), own)

@@ -1,4 +1,4 @@
-"""What this machine can export, build, run and train, what is to be installed for the rest, and where a package runs here."""
+"""What this machine can export, build, run and train, what to install for the rest, and where a package runs here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order in which a user meets it. Imports no framework: it is done in a second."""
+    """All findings, in the order in which a user needs them. Imports no framework, so it takes a second."""
     gpu = find_gpu()
     return [
         _extra("export and run with ONNX Runtime on the CPU", "onnx"),
@@ -74,7 +74,7 @@ def version(package: str) -> str | None:
 
 
 def packages_of(extra: str) -> list[str]:
-    """Distributions that an extra of this package asks for on this machine."""
+    """Distributions that an extra needs on this machine."""
     try:
         wanted = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -151,7 +151,7 @@ def _tensorrt_export() -> Finding:
 
 
 def _cuda_compiler() -> str:
-    """NVRTC, or what is slower without it."""
+    """NVRTC, or the slower way without it."""
     try:
         _, found = nvrtc()
     except ConfigError:
@@ -174,7 +174,7 @@ def _engines(gpu: str | None) -> Finding:
 
 
 def runs_here(package: Package) -> list[Finding]:
-    """Where `package` runs on this machine, and what is to be done where it does not."""
+    """Where `package` runs on this machine, and what to do where it does not."""
     manifest, gpu = package.manifest, find_gpu()
     target = packaged_target(manifest)
     if target.runtime is not None and not target.built:
@@ -241,7 +241,7 @@ def _runs_engine(package: Package, gpu: str | None) -> Finding:
 
 
 def _memory_bytes() -> int:
-    """Of this machine; 0 where it does not say."""
+    """Memory of this machine; 0 if unknown."""
     memory: Callable[[str], int] = getattr(os, "sysconf", lambda name: 0)
     return memory("SC_PHYS_PAGES") * memory("SC_PAGE_SIZE")
 

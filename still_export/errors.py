@@ -27,11 +27,11 @@ class ModelNotFoundError(StillExportError):
 
 
 class CheckpointError(StillExportError):
-    """The model's files are damaged, incomplete, of a refused format, or hold values that are no numbers."""
+    """The model's files are damaged, incomplete or of a refused format, or have values that are not finite."""
 
 
 class NotLinearizedError(StillExportError):
-    """The model is a plain softmax Transformer and nobody asked to attach untrained STILL attention."""
+    """The model is a plain softmax Transformer, and untrained STILL attention was not requested."""
 
 
 class UnsupportedModelError(UnsupportedError):
@@ -39,7 +39,7 @@ class UnsupportedModelError(UnsupportedError):
 
 
 class PaddingError(StillExportError, ValueError):
-    """A batch has padding between tokens, or its mask or positions contradict what the cache has seen."""
+    """A batch has padding between tokens, or its mask or positions contradict the cache."""
 
 
 class PackageError(StillExportError):
@@ -51,4 +51,4 @@ class DataError(StillExportError):
 
 
 class TrainingError(StillExportError):
-    """Training cannot go on: values that are no numbers, memory that does not suffice, or a folder of another run."""
+    """Training cannot go on: values are not finite, memory is too small, or the folder belongs to another run."""

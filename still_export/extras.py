@@ -1,4 +1,4 @@
-"""Packages that only some verbs need: in which of this package's extras they are."""
+"""Packages that only some verbs need, and the extras of this package that install them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EXTRAS = {
     "trt": ("tensorrt",),
     "trt-rtx": ("tensorrt_rtx_bindings",),
 }
-"""Modules that are imported where a verb needs them, by extra; the first extra that has one is the one to name."""
+"""Modules that verbs import when needed, by extra. The first extra with a module is the one to name."""
 
 
 def demand(*modules: str) -> None:
-    """Raise where one of `modules` is missing: before the work that ends with it.
+    """Raise ModuleNotFoundError for the first missing module, before the work that needs it.
 
     Raises:
         ModuleNotFoundError: Of the first that is missing; the command line names its extra.
@@ -35,7 +35,7 @@ def demand(*modules: str) -> None:
 
 
 def installation(module: str | None) -> str | None:
-    """How to install the extra that has `module`, None where no extra has it."""
+    """How to install the extra that has `module`; None: no extra has it."""
     top = (module or "").split(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)
     return extra and f"pip install 'still-export[{extra}]'"

@@ -1,4 +1,4 @@
-"""Values that come from files, checked by type and range with pydantic: what is wrong, in one line that names file and field."""
+"""Check values from files by type and range with pydantic; an error is one line with file and field."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from still_export.errors import StillExportError
 
 
 class Record(BaseModel):
-    """Values are taken as they are, never converted; fields that this version does not know are left alone."""
+    """Values are never converted; unknown fields are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
 def check_record(kind: type[Record], values: Any, source: Any, fail: type[StillExportError], advice: str = "") -> None:
-    """Raise `fail` unless `values`, as JSON has them, are a `kind`; `source` is the file that they come from."""
+    """Raise `fail` unless `values`, parsed JSON, are a `kind`; `source` is the file."""
     try:
         kind.model_validate(values)
     except ValidationError as error:
@@ -24,7 +24,7 @@ def check_record(kind: type[Record], values: Any, source: Any, fail: type[StillE
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing that is wrong, as "field: what, not value"."""
+    """The first fault, as "field: what, not value"."""
     fault = error.errors(include_url=False)[0]
     field = ""
     for part in fault["loc"]:
@@ -39,4 +39,4 @@ def first_fault(error: ValidationError) -> str:
 
 
 _BRANCHES = ("int", "str", "float", "bool", "none", "constrained-int", "constrained-float", "constrained-str")
-"""What pydantic puts into a place for the branch of a union that it tried."""
+"""Location parts that pydantic adds for the branch of a union."""

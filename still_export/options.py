@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: flags and their allowed values. Records raise ConfigError for others, and for contradictions.
+"""Options as fields of dataclasses: flags and their allowed values. Records raise ConfigError for other values, and for contradictions.
 
 pydantic costs 15 MB and a tenth of a second, so it is loaded only where types are checked: `run` checks none.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
-    """A dataclass's field that is a flag of the command line, too (cli/flags.py).
+    """A dataclass field that is also a flag of the command line (cli/flags.py).
 
     Args:
         default: Without the flag.
@@ -37,7 +37,7 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def options_of(kind: type, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `asked`, values by name, are options of the dataclass `kind`."""
+    """The entries of `asked` that are options of the dataclass `kind`."""
     return {name: asked[name] for name in names_of(kind) if name in asked}
 
 
@@ -47,7 +47,7 @@ def flag_of(kind: type, name: str) -> str:
 
 
 def check_options(record: Any) -> None:
-    """Raise ConfigError where a field of the dataclass `record` is not within what its option allows."""
+    """Raise ConfigError if a field of the dataclass `record` is outside its option's limits."""
     for entry in fields(record):
         value, allowed = getattr(record, entry.name), entry.metadata
         if value is None:
@@ -66,7 +66,7 @@ def check_options(record: Any) -> None:
 
 
 def check_types(kind: type, values: Mapping[str, Any], source: str, fail: type[StillExportError]) -> None:
-    """Raise `fail` where a value, as JSON has it, is not of the type that the dataclass `kind` gives the field of that name."""
+    """Raise `fail` if a value, parsed JSON, does not have the type of the field of the dataclass `kind`."""
     from pydantic import ValidationError
 
     from still_export.fields import first_fault

@@ -28,12 +28,11 @@ from still_export.package.files import MANIFEST
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize accepts them."""
 
-BESIDE = {
+COMPANION_FILES = {
     "mamba_config.json": ("mambainllama", ("llama", "mistral")),
     "hybrid_config.json": ("zebra_llama", ("llama",)),
 }
-"""Files next to config.json that mark a softmax model linearized by others: prefix of the new model_type, and the model_types of the
-original."""
+"""Files next to the config.json of a model that other programs linearized: prefix of the new model_type, and model_types before."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
 _MAPS = ("feature_map_", "window_factors")
@@ -121,7 +120,7 @@ def look(source: str | Path) -> Found:
         config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        became = (kind for name, (kind, _) in BESIDE.items() if (path / name).is_file())
+        became = (kind for name, (kind, _) in COMPANION_FILES.items() if (path / name).is_file())
         model_type = next(became, recognised(config))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)

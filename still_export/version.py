@@ -1,3 +1,3 @@
-"""Of this package; what writes it into files is below the package's `__init__`."""
+"""The package's version; files that record it are written below the package's `__init__`."""
 
 __version__ = "0.1.0"

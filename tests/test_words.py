@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +29,21 @@ WORDS = {
     "TIE": ("the lead below which two choices are alike", r"kernels/still_kernels/ties\.py"),
 }
 """By word its meaning, and the files that may define it: in Python, in C++, and a kernel for each op."""
+LEFT = {
+    "told",
+    "untold",
+    "tells",
+    "shelf",
+    "shelved",
+    "elsewhere",
+    "beside",
+    "brings",
+    "wants",
+    "nobody",
+    "whose",
+    "holders",
+}
+"""Words that say nothing of what a name stands for: what is told is reported, beside a model stands a second one."""
 
 
 def definitions(text: str) -> set[str]:
@@ -46,6 +63,36 @@ def test_a_word_means_one_thing() -> None:
                 wrong.append(f"{name}: {word} is {WORDS[word][0]}")
     assert not wrong
     assert used == set(WORDS)
+
+
+def names(text: str) -> Iterator[str]:
+    """Classes, functions and their fields, and constants of a module."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef | ast.Module):
+            for part in node.body:
+                targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+                yield from (n.id for each in targets if each for n in ast.walk(each) if isinstance(n, ast.Name))
+
+
+def words(name: str) -> set[str]:
+    return set(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_"))
+
+
+def test_names_are_words_of_the_field() -> None:
+    sources = [p for room in ROOMS for p in (ROOT / room).rglob("*.py")]
+    found = {
+        f"{p.relative_to(ROOT)}: {n}" for p in sources for n in names(p.read_text(encoding="utf-8")) if words(n) & LEFT
+    }
+    assert not found
+
+
+def test_a_name_is_found() -> None:
+    """The test above can fail."""
+    text = "class WasTold:\n    a_shelf: int = 1\n    def who(self): beside = 1\nBESIDE, X = 1, 2"
+    assert {n for n in names(text) if words(n) & LEFT} == {"WasTold", "a_shelf", "BESIDE"}
 
 
 def test_a_definition_is_found() -> None:

@@ -86,7 +86,7 @@ def opset_at_most(version: int) -> Condition:
 
 
 def without(*ops: str) -> Condition:
-    """No standard node of these types is left, in subgraphs either."""
+    """No standard node of these types is left, including subgraphs."""
 
     def check(model: ir.Model) -> str:
         left = sorted({n.op_type for n in model.graph.all_nodes() if n.domain == ""} & set(ops))

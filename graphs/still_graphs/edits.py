@@ -82,8 +82,8 @@ def in_half(*values: ir.Value) -> bool:
 
 def on_last(node: ir.Node, default: int = 0) -> bool:
     """Whether the node's axis is the last axis of its input. `default`: the axis of a node without the attribute."""
-    axis, given = node.attributes.get_int("axis", default), node.inputs[0]
-    return axis == -1 or (given is not None and axis == rank(given) - 1)
+    axis, read = node.attributes.get_int("axis", default), node.inputs[0]
+    return axis == -1 or (read is not None and axis == rank(read) - 1)
 
 
 def drop_unused(graph: ir.Graph) -> int:
@@ -123,7 +123,7 @@ def known_sizes(value: ir.Value) -> list[int]:
 
 
 def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
-    """The main graph and every graph inside it, outer ones first."""
+    """The main graph and every subgraph, outer ones first."""
     yield model.graph
     yield from model.graph.subgraphs()
 

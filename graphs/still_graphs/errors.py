@@ -25,7 +25,9 @@ class UnsupportedError(StillExportError):
     """No kernel, body or target covers the request; the message lists what is covered."""
 
 
-def unknown(name: object, known: Iterable[str], where: str) -> ConfigError:
+def unknown(
+    name: object, known: Iterable[str], where: str, error: type[StillExportError] = ConfigError
+) -> StillExportError:
     """The error for a name that is not in `known`. It lists the known names and the nearest one.
 
     Args:
@@ -36,4 +38,4 @@ def unknown(name: object, known: Iterable[str], where: str) -> ConfigError:
     names = list(known)
     near = difflib.get_close_matches(str(name), names, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{where} is unknown; known: {', '.join(names)}.{hint}")
+    return error(f"{where} is unknown; known: {', '.join(names)}.{hint}")

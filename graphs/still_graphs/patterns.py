@@ -218,7 +218,7 @@ def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
         inputs.pop()
     if pattern in found:
         yield from [found] if found[pattern] is node else []
-    # Two parts of a pattern are two nodes.
+    # Two parts of a pattern match different nodes.
     elif pattern.takes(node, inputs) and (pattern.kept or not any(node is other for other in found.values())):
         for order in [inputs, inputs[::-1]] if node.op_type in COMMUTES else [inputs]:
             yield from _values(pattern.inputs, order, {**found, pattern: node})

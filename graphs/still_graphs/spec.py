@@ -162,7 +162,7 @@ def scales_of(state: StateSpec) -> StateSpec:
 
 
 def dimension(text: str) -> tuple[int, str, int]:
-    """Factor, symbol and divisor of a dimension: "2*C", "D/4"."""
+    """(factor, symbol, divisor) of a dimension: "2*C", "D/4"."""
     rest, _, divisor = text.partition("/")
     factor, _, symbol = rest.rpartition("*")
     return int(factor or 1), symbol, int(divisor or 1)

@@ -131,7 +131,7 @@ class StateTable:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> StateTable:
-        """The table of a package's manifest."""
+        """The state table in a package's manifest."""
         capacity = manifest["capacity"]
         states = (State.from_dict(entry) for entry in manifest["states"])
         return cls(states, int(capacity["capacity_tokens"]), bool(capacity["bounded"]))
@@ -140,7 +140,7 @@ class StateTable:
         return iter(self.states)
 
     def rows(self, tokens: int, least: int = 0) -> dict[str, int]:
-        """Size of every growing dimension with room for `tokens` tokens, at least `least` each."""
+        """Size of every growing dimension for `tokens` tokens, at least `least` each."""
         return {name: max(least, rows_after(rule, tokens, self.capacity_tokens)) for name, rule in self.growths.items()}
 
     @property

@@ -106,12 +106,12 @@ def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | N
     return prepare(launches, kernels.functions(), built.tiles, {**built.constants, **own}, known)
 
 
-def kept(kernels: OpKernels) -> Callable[..., Prepared]:
-    """Returns a function that prepares an op's launches, `prepared(device, table, dtype, sizes, ...)`. Those with the device's block sizes
-    (table None) are cached, since a layer is called once per token.
+def cached_launches(kernels: OpKernels) -> Callable[..., Prepared]:
+    """A cached function that lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`; table None: the device's block
+    sizes.
 
-    Sizes, attributes and own compile-time values are (name, value) pairs. See `Call` for `present` and `packed` (tokens of all sequences,
-    rows of the state).
+    Sizes, attributes and compile-time values of the call's own are pairs of name and value; `present` and `packed` (tokens of all
+    sequences, rows of the state); see `Call`.
     """
 
     def prepare(
@@ -324,7 +324,7 @@ def descriptor(
 
 
 def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A workspace buffer on the device of `like`; tests put guards around it."""
+    """A workspace buffer on the device of `like`; tests add guards around it."""
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -380,7 +380,7 @@ def spare_counters(device: torch.device, size: int) -> None:
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability, 90 for sm_90; the interpreter's is that of the tables it uses."""
+    """Compute capability, 90 for sm_90; for the interpreter, that of its block sizes."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

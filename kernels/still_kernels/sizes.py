@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
+from still_graphs.errors import CapacityError, ShapeError, UnsupportedError, unknown
 from still_graphs.spec import OpSpec, dimension, in_numbers
 from still_kernels.plan import Call, Plan
 
@@ -59,7 +59,7 @@ def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, i
     for attribute in spec.attributes:
         value = getattr(inputs, attribute.name)
         if attribute.choices and value not in attribute.choices:
-            raise ShapeError(f"{attribute.name}={value!r} is unknown; known: {', '.join(attribute.choices)}.")
+            raise unknown(value, attribute.choices, f"{attribute.name}={value!r}", ShapeError)
     return sizes
 
 
@@ -89,13 +89,13 @@ def check(plan: Plan, inputs: object) -> None:
 
     The activations' type is that of the first input.
     """
-    spec, given = plan.spec, tensors_of(inputs)
-    own = given[spec.inputs[0].name].dtype
+    spec, by_name = plan.spec, tensors_of(inputs)
+    own = by_name[spec.inputs[0].name].dtype
     for tensor in spec.inputs:
         expected = own if tensor.dtype == "T" else getattr(torch, tensor.dtype)
-        if tensor.name in given and given[tensor.name].dtype != expected:
-            raise ShapeError(f"{tensor.name}: expected {expected}, got {given[tensor.name].dtype}.")
-    shapes = {name: x.shape for name, x in given.items()}
+        if tensor.name in by_name and by_name[tensor.name].dtype != expected:
+            raise ShapeError(f"{tensor.name}: expected {expected}, got {by_name[tensor.name].dtype}.")
+    shapes = {name: x.shape for name, x in by_name.items()}
     attributes = {a.name: getattr(inputs, a.name) for a in spec.attributes}
     sizes_of(spec, shapes, **{name: value for name, value in attributes.items() if isinstance(value, int)})
     try:

@@ -50,7 +50,7 @@ class Choices:
     wrong: int = 0
     widest: float = 0.0
     expected: float = 0.0
-    untold: int = 0
+    unreported: int = 0
 
     def add(self, other: Choices) -> None:
         self.compared += other.compared
@@ -58,7 +58,7 @@ class Choices:
         self.wrong += other.wrong
         self.widest = max(self.widest, other.widest)
         self.expected += other.expected
-        self.untold += other.untold
+        self.unreported += other.unreported
 
 
 class OpTies(Protocol):
@@ -81,8 +81,8 @@ class OpTies(Protocol):
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
         """By pair and layer, the sequences [B] in which the two sides chose differently on a near tie, according to the states."""
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """A runtime's choices in consecutive calls, by layer, in PyTorch's form; empty if states do not show them."""
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """A runtime's choices in consecutive calls, by layer, in the form PyTorch can make; empty if states do not show them."""
 
     def chooses(self, lengths: np.ndarray) -> bool:
         """Whether a step after `lengths` [B] tokens makes a choice."""
@@ -102,11 +102,11 @@ class OpTies(Protocol):
 
 
 @runtime_checkable
-class Untold(Protocol):
-    """Choices that no state shows; they are unknown unless the runtime reports them."""
+class UnreportedTies(Protocol):
+    """Ties whose choices no state shows: a runtime reports them, or they are unknown."""
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """See `Ties.open_tokens`."""
+        """Like Ties."""
 
 
 class Ties:
@@ -128,8 +128,8 @@ class Ties:
                 each.update(more)
         return found
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        return {k: v for op in self.each for k, v in op.kept(calls).items()}
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        return {k: v for op in self.each for k, v in op.selected(calls).items()}
 
     def chooses(self, lengths: np.ndarray) -> bool:
         return any(op.chooses(lengths) for op in self.each)
@@ -152,7 +152,7 @@ class Ties:
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
         """By layer, tokens [B, N] with a near tie that states do not show: either answer is right."""
-        return {k: v for op in self.each if isinstance(op, Untold) for k, v in op.open_tokens(leads).items()}
+        return {k: v for op in self.each if isinstance(op, UnreportedTies) for k, v in op.open_tokens(leads).items()}
 
     @property
     def shown(self) -> Ties:
@@ -164,8 +164,8 @@ class Ties:
         return any(output.startswith(f"present_{name}.") for op in self.each for name in (op.score, CHOSEN))
 
 
-def followed(leads: Iterable[np.ndarray]) -> Choices:
-    """Choices that PyTorch followed and would have made differently."""
+def overruled(leads: Iterable[np.ndarray]) -> Choices:
+    """Choices that PyTorch took from a runtime although its own scores say otherwise."""
     found = Choices()
     for lead in leads:
         found.near_ties += int(((lead < 0) & (lead >= -1)).sum())

@@ -12,8 +12,8 @@ from torch import Tensor
 from still_graphs.ops import DOMAIN, OpSpec
 from still_graphs.spec import AttributeValue
 
-Given = Mapping[str, Tensor | None]
-Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]
+ByName = Mapping[str, Tensor | None]
+Compute = Callable[[ByName, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]
 """Function from inputs by name (states as past_<name>), attributes, and whether states may be written in place, to outputs by name (states
 as present_<name>)."""
 
@@ -46,9 +46,9 @@ def register(spec: OpSpec, compute: Compute) -> None:
         return dict(zip(names, arguments, strict=False)), attributes
 
     def eager(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
-        given, attributes = split(arguments)
-        found = compute(given, attributes, False)
-        like: Tensor = given[names[0]]
+        by_name, attributes = split(arguments)
+        found = compute(by_name, attributes, False)
+        like: Tensor = by_name[names[0]]
         missing = (like.new_empty(0, dtype=torch.float32) for _ in outputs)  # outputs must not share memory
         return _returned(
             [found.get(name, nothing).contiguous() for name, nothing in zip(outputs, missing, strict=True)]
@@ -56,18 +56,18 @@ def register(spec: OpSpec, compute: Compute) -> None:
 
     def shaped(*arguments: Any) -> list[Tensor]:
         """Shapes and dtypes of the results, all contiguous; states keep their sizes."""
-        given, attributes = split(arguments)
+        by_name, attributes = split(arguments)
         sizes: dict[Any, Any] = {}
         for name, spec_of in zip(names, spec.all_inputs(), strict=True):
-            if (tensor := given[name]) is not None:
+            if (tensor := by_name[name]) is not None:
                 for dim, size in zip(spec_of.shape, tensor.shape, strict=True):
-                    sizes.setdefault(dim, size)  # a state's dimension may count words of codes
-        like: Tensor = given[names[0]]
-        sizes |= attributes  # attributes define symbols of their name
+                    sizes.setdefault(dim, size)  # a state's may count words of codes
+        like: Tensor = by_name[names[0]]
+        sizes |= attributes  # a symbol with the name of one has its value
         types = {"T": like.dtype, "int32": torch.int32, "float32": torch.promote_types(like.dtype, torch.float32)}
         results = [like.new_empty([sizes[d] for d in t.shape], dtype=types[t.dtype]) for t in spec.outputs]
         for state in spec.states:
-            past = given[f"past_{state.name}"]
+            past = by_name[f"past_{state.name}"]
             results.append(like.new_empty(0, dtype=torch.float32) if past is None else past.new_empty(past.shape))
         return results
 
@@ -75,10 +75,10 @@ def register(spec: OpSpec, compute: Compute) -> None:
         return _returned(shaped(*arguments))
 
     def eager_in_place(*arguments: Any) -> Tensor | tuple[Tensor, ...]:
-        given, attributes = split(arguments)
-        found = compute(given, attributes, True)
+        by_name, attributes = split(arguments)
+        found = compute(by_name, attributes, True)
         for state in spec.states_with(attributes):
-            past, present = given[f"past_{state.name}"], found[f"present_{state.name}"]
+            past, present = by_name[f"past_{state.name}"], found[f"present_{state.name}"]
             if present is not past:
                 past.copy_(present)
         return _returned([found[t.name].contiguous() for t in spec.outputs])
@@ -98,10 +98,10 @@ def _returned(outputs: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
+def call(spec: OpSpec, by_name: ByName, attributes: Mapping[str, AttributeValue]) -> dict[str, Tensor]:
     """Call the op with inputs by name, without absent ones; returns outputs by name, without absent states."""
     op = getattr(getattr(torch.ops, spec.domain), spec.torch_name)
-    results = op(*(given.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
+    results = op(*(by_name.get(name) for name in spec.input_names()), *(attributes[a.name] for a in spec.attributes))
     results = (results,) if isinstance(results, Tensor) else results
     absent = {f"present_{s.name}" for s in spec.states if not s.exists(attributes)}
     return {n: tensor for n, tensor in zip(spec.output_names(), results, strict=True) if n not in absent}
@@ -122,8 +122,8 @@ def traced_op(
     """
 
     def decorated(compute: F) -> F:
-        def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-            tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+        def computed(by_name: ByName, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+            tensors: dict[str, Any] = {name: tensor for name, tensor in by_name.items() if tensor is not None}
             before = [tensors.pop(f"past_{state.name}") for state in spec.states]
             states = [state_type(*before)] if state_type else before
             found = compute(inputs_type(**tensors, **attributes), *states, *([in_place] if writes else []))

@@ -66,7 +66,7 @@ def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
     """Returns None if the user keeps the oldest turns and so the message does not fit."""
-    with interruptible() as stopped, typing_kept(), output.reading(len(message) // 4) as progress:
+    with interruptible() as stopped, buffered_typing(), output.reading(len(message) // 4) as progress:
         try:
             answer = conversation.ask(message, sys.stdout, progress, stopped)
         except FullError as full:
@@ -96,7 +96,6 @@ def opening(conversation: Conversation) -> str:
 
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:
-    """Lines of /stats."""
     model = conversation.model
     held = int(model.length[0])
     table = model.table
@@ -148,8 +147,8 @@ def line_reader() -> Callable[[str], str | None]:
 
 
 @contextlib.contextmanager
-def typing_kept() -> Iterator[None]:
-    """Hide what is typed in a terminal inside the block, and keep it for the next `read`, also after Ctrl-C."""
+def buffered_typing() -> Iterator[None]:
+    """Inside the block, typed text is not shown, and is available to the next `read`, even after Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return

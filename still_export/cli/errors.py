@@ -102,9 +102,9 @@ def complain(name: str, message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
+def as_typed(message: str, kind: str, argv: Sequence[str]) -> str:
     """Add the typed verb and folder before `message`, unless it names the folder, and a command to type after it, unless it has one."""
-    verb, subject = given[0], next((word for word in given[1:2] if not word.startswith("-")), "")
+    verb, subject = argv[0], next((word for word in argv[1:2] if not word.startswith("-")), "")
     begin = "" if subject and subject in message else f"{verb} {subject}".rstrip() + ": "
     end = ""
     if not _COMMAND.search(message):
@@ -113,18 +113,20 @@ def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
             end = f" Type: still-export export --config {shlex.quote(manifest)} {again[1]} ... -o OTHER"
         elif kind == "ConfigError":
             end = f" All flags: still-export {verb} -h"
+        elif kind == "UnsupportedModelError" and verb != "inspect":
+            end = f" What is known of it: still-export inspect {shlex.quote(subject)}"
     return f"{begin}{message}{end}"
 
 
-def usage(error: Exception, given: Sequence[str]) -> str:
+def usage(error: Exception, argv: Sequence[str]) -> str:
     """A typer error as one sentence that begins with the typed flag and value."""
     parameter = getattr(error, "param", None)
     names = tuple(getattr(parameter, "opts", ())) or (getattr(error, "option_name", ""),)
     typed = ""
-    for at, word in enumerate(given):
+    for at, word in enumerate(argv):
         name, joined, value = word.partition("=")
         if name in names and name.startswith("-"):
-            typed = f"{name} {value if joined else next(iter(given[at + 1 :]), '')}".rstrip()
+            typed = f"{name} {value if joined else next(iter(argv[at + 1 :]), '')}".rstrip()
     said = str(getattr(error, "message", error))
     if parameter is None or not said:
         said = error.format_message() if hasattr(error, "format_message") else said

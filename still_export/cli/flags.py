@@ -36,9 +36,9 @@ def add_verb(
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:
     """The verb `function` with `flags`. Flags that the user gave become its argument `asked`, values by field name."""
 
-    def verb(**given: Any) -> None:
-        asked = {flag.name: given.pop(flag.name) for flag in flags}
-        function(**given, asked={name: value for name, value in asked.items() if value not in (None, [])})
+    def verb(**flag_values: Any) -> None:
+        asked = {flag.name: flag_values.pop(flag.name) for flag in flags}
+        function(**flag_values, asked={name: value for name, value in asked.items() if value not in (None, [])})
 
     own = inspect.signature(function, eval_str=True)
     kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "asked"]

@@ -95,14 +95,14 @@ def linearize(
     from still_export.texts.files import read_text
 
     finder = next((f for f in FINDERS.values() if asked.pop(f"find_{f.name}", False)), None)
-    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    asked_for = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
     measures = rank_layers or finder is not None
     if config is None and named is None and not rank_layers:
-        mixer = finder.mixer if finder is not None else given.get("mixer", "still")
+        mixer = finder.mixer if finder is not None else asked_for.get("mixer", "still")
         named = DEFAULT_PRESETS.get(mixer, DEFAULT_PRESETS["still"])
-    recipe = read_recipe(config or (preset(named) if named else None), given)
+    recipe = read_recipe(config or (preset(named) if named else None), asked_for)
     if softmax_layers and recipe.budget and not measures:
         raise ConfigError(
             f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
@@ -157,8 +157,8 @@ def linearize(
             result = run(
                 recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
             )
-        except BaseException as end:  # after Ctrl-C during training or measuring, the run can be resumed
-            if isinstance(end, Exception) or not RunFolder(output).holds_a_run():
+        except BaseException as end:  # Ctrl-C, while it trains or measures, keeps what a run can go on from
+            if isinstance(end, Exception) or not RunFolder(output).has_run():
                 raise
             words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
             complain("Interrupted", f"a checkpoint is kept. Go on: {shlex.join(['still-export', *words, '--resume'])}")

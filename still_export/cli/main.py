@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import functools
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -68,7 +71,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "linearize": RECIPE,
     "doctor": PLAIN,
 }
-"""Verbs, each a file with a function of the same name, and the records that their flags are made from."""
+"""Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
 
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
@@ -76,14 +79,14 @@ PANELS = {
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize",),
 }
-"""Verbs by purpose, in the order of the help."""
+"""Verbs by what they are for, in the order of the help."""
 
 
 @functools.cache  # otherwise each call of `main` in a process builds all verbs again
 def app(verb: str = "", alone: bool = False) -> typer.Typer:
-    """The command line. Only `verb` gets the flags made from records, because they cost seconds of imports.
+    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them.
 
-    `alone`: build no other verb; the others' files and flags take a tenth of the time to a first token.
+    `alone`: it is the only verb, as the others' files and flags take a tenth of the time to a first token.
     """
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
@@ -116,17 +119,27 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
 
 
 READ = (
-    *("--prompt-file", "--load-state", "--calls", "--follow", "--beside", "--config", "--text", "--chat-file"),
+    *(
+        "--prompt-file",
+        "--load-state",
+        "--calls",
+        "--calibrate",
+        "--follow",
+        "--beside",
+        "--config",
+        "--text",
+        "--chat-file",
+    ),
     "--reuse",
 )
-"""Flags of any verb that name a file to read."""
+"""Flags that name a file to read, in each verb that has them."""
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
-"""What may stand in place of a verb; anything else is the model of an export."""
+"""What stands in the place of a verb; anything else is the model of an export."""
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. typer would turn KeyboardInterrupt into exit code 130."""
+    """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
 
 
 def _interrupt(*_: object) -> None:
@@ -134,38 +147,39 @@ def _interrupt(*_: object) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. Exits 0 on success, 1 on failure or mismatch, 2 on wrong usage or input.
+    """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input.
 
-    An error is one line; --debug, in any place, adds its traceback.
+    An error is one line; with --debug, in any place, its traceback.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in typed
+    typed = [argument for argument in typed if argument != "--debug"]
     verbs = {file for files in PANELS.values() for file in files}
-    if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
-        near = difflib.get_close_matches(given[0], verbs, 1)
-        if near and not given[0].startswith("-") and not Path(given[0]).exists():
-            complain("ConfigError", f"{given[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
+    if typed and typed[0] not in verbs and typed[0] not in ROOT_OPTIONS:
+        near = difflib.get_close_matches(typed[0], verbs, 1)
+        if near and not typed[0].startswith("-") and not Path(typed[0]).exists():
+            complain("ConfigError", f"{typed[0]} is neither a verb nor a model here. Did you mean {near[0]!r}?")
             sys.exit(2)
-        given.insert(0, "export")
+        typed.insert(0, "export")
     if threading.current_thread() is threading.main_thread():
         for number in INTERRUPTS:
             signal.signal(number, _interrupt)
         if hasattr(signal, "SIGBUS"):
             end_at_lost_pages()
     try:
-        _look_ahead(given)
-        verb = given[0] if given else ""
-        sys.exit(app(verb, verb in verbs)(given, standalone_mode=False) or 0)
+        typed = _as_files(typed)
+        _look_ahead(typed)
+        verb = typed[0] if typed else ""
+        sys.exit(app(verb, verb in verbs)(typed, standalone_mode=False) or 0)
     except USAGE as error:
-        if not given or verb not in verbs:  # show the help
+        if not typed or verb not in verbs:  # the help, where no verb is given
             error.show()  # type: ignore[attr-defined]
         else:
-            complain("ConfigError", as_typed(usage(error, given), "ConfigError", given))
+            complain("ConfigError", as_typed(usage(error, typed), "ConfigError", typed))
     except (StillExportError, RunError) as error:
         if debug:
             raise
-        complain(type(error).__name__, as_typed(str(error), type(error).__name__, given))
+        complain(type(error).__name__, as_typed(str(error), type(error).__name__, typed))
     except ImportError as error:
         command = installation(error.name)
         if command is None or debug:
@@ -190,20 +204,36 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(2)
 
 
-def _look_ahead(given: list[str]) -> None:
-    """Check a verb's files before its flags are made."""
-    words = list(takewhile(lambda word: not word.startswith("-"), given[1:]))
+def _as_files(words: list[str]) -> list[str]:
+    """Copy what READ's flags read from pipes into files: readers check a file before they read it, and seek."""
+    files = words.copy()
+    for at, (flag, value) in enumerate(_values(words)):
+        if flag not in READ or not (value == "-" or Path(value).is_fifo()):
+            continue
+        copy = tempfile.NamedTemporaryFile(prefix="standard-input-" if value == "-" else "pipe-")
+        atexit.register(copy.close)
+        with open(sys.stdin.fileno() if value == "-" else value, "rb", closefd=value != "-") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        joined = "=" in words[at]
+        files[at if joined else at + 1] = f"{flag}={copy.name}" if joined else copy.name
+    return files
+
+
+def _look_ahead(typed: list[str]) -> None:
+    """Look at what a verb is about before its flags are made."""
+    words = list(takewhile(lambda word: not word.startswith("-"), typed[1:]))
     if any(not word.strip() for word in words):
         raise ModelNotFoundError(
-            f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
+            f"{typed[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
-    for flag, value in _values(given[1:]):
+    for flag, value in _values(typed[1:]):
         if flag in READ and value and not Path(value).expanduser().exists():
             raise ConfigError(f"{flag} {value}: there is no such file.")
-    if given[:1] == ["evaluate"]:  # its flags take as long to load as torch
+    if typed[:1] == ["evaluate"]:  # its flags need torch
         from still_export.folders.model import check_model
 
-        if any(word.partition("=")[0] == "--report" for word in given):
+        if any(word.partition("=")[0] == "--report" for word in typed):
             demand(*EXTRAS["report"])
         for model in words:
             if "://" not in model and look(model).kind not in ("package", "adapter"):
@@ -213,13 +243,13 @@ def _look_ahead(given: list[str]) -> None:
             "--teacher": check_model,
             "--tokenizer": local,
         }
-        for flag, value in _values(given[1:]):
+        for flag, value in _values(typed[1:]):
             if flag in looks and value:
                 looks[flag](value)
 
 
 def _values(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags with the word that follows each."""
+    """Flags and what follows them."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, joined, value = word.partition("=")
         yield flag, value if joined else following

@@ -33,7 +33,7 @@ A long text is read once and asked many times:
 """
 
 TOKENS, TALK_TOKENS = 128, 512
-"""Default tokens of an answer: of a single one, and of each in a chat."""
+"""Tokens of an answer, where --tokens does not say: of one, and of each in a talk."""
 
 
 def run(
@@ -42,7 +42,7 @@ def run(
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with that text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with that text; - reads standard input.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, chat interactively.")
@@ -64,7 +64,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
-    """Continue a prompt, or chat, with ONNX Runtime or TensorRT. Prompts of any length are processed in pieces."""
+    """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import ENDS, talk
@@ -77,17 +77,17 @@ def run(
     from still_export.runtime.snapshot import Snapshot
     from still_export.runtime.text import write_answer
 
-    given = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
-    if not given and not chat and not sys.stdin.isatty():
+    prompts = [x for x in (prompt, prompt_file, prompt_ids) if x is not None]
+    if not prompts and not chat and not sys.stdin.isatty():
         prompt = "-"
-        given.append(prompt)
-    if len(given) > 1 or not (given or chat) or (chat and prompt_ids is not None):
+        prompts.append(prompt)
+    if len(prompts) > 1 or not (prompts or chat) or (chat and prompt_ids is not None):
         raise ConfigError(
             f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
             f'{shlex.quote(str(package))} --prompt "..."'
         )
     wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
-    if save_state and not given:
+    if save_state and not prompts:
         raise ConfigError("--save-state saves the state after a prompt: give --prompt or --prompt-file.")
     if save_state:
         report_folder(save_state.parent)
@@ -106,7 +106,7 @@ def run(
         with out.waiting(f"opening {package}"):
             model = load(package, trust_native=trust_native, adapter=adapter, **opening)
         prefix = Snapshot.load(load_state) if load_state else None
-        if not given:
+        if not prompts:
             cache = open_prefixes(model.runner, wanted.prefix_cache, wanted.prefix_dir)
             most, table = wanted.tokens or TALK_TOKENS, model.runner.table
             if wanted.tokens is None and table.bounded:
@@ -160,24 +160,24 @@ def run(
     )
 
 
-def _ids(given: str | None) -> list[int] | None:
-    if given is None:
+def _ids(text: str | None) -> list[int] | None:
+    if text is None:
         return None
     from still_export.runtime.text import token_ids
 
     try:
-        return token_ids(given)
+        return token_ids(text)
     except ValueError:
-        raise ConfigError(f"--prompt-ids {given}: give numbers separated by commas.") from None
+        raise ConfigError(f"--prompt-ids {text}: give numbers separated by commas.") from None
 
 
-def _arguments(given: str | None) -> dict[str, Any] | None:
-    if given is None:
+def _arguments(text: str | None) -> dict[str, Any] | None:
+    if text is None:
         return None
     try:
-        found = json.loads(given)
+        found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--chat-template-kwargs {given:.60}: not JSON: {error}.") from None
+        raise ConfigError(f"--chat-template-kwargs {text:.60}: not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
+        raise ConfigError(f"--chat-template-kwargs {text:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
     return found

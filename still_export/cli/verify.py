@@ -101,12 +101,12 @@ def verify(
     others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
     runtime, out = asked.get("runtime"), Output(as_json, quiet)
     if is_server(subject):
-        given = {flag: x is not None for flag, x in (ours | others).items() if flag not in ("--model", "--lengths")} | {
-            f"--{flag}": flag in asked for flag in ("runtime", "provider")
-        }
-        given |= {"--junit": junit is not None, "--trust-native": trust_native}
+        is_set = {
+            flag: x is not None for flag, x in (ours | others).items() if flag not in ("--model", "--lengths")
+        } | {f"--{flag}": flag in asked for flag in ("runtime", "provider")}
+        is_set |= {"--junit": junit is not None, "--trust-native": trust_native}
         lengths = tuple(asked.get("lengths") or ())
-        passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), given, out)
+        passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), is_set, out)
         raise typer.Exit(0 if passed else 1)
     if not Path(subject).exists():
         demand_package(Path(subject), "verify")

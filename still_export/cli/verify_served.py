@@ -29,9 +29,9 @@ def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[s
         ours, others: Flags of the proof of an engine, and of a package; whether each was given.
     """
     wrong, right = (others, f"--runtime {RUNTIME}") if runtime == RUNTIME else (ours, "a package")
-    given = [name for name, is_given in wrong.items() if is_given]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: not with {right}. Leave {'it' if len(given) == 1 else 'them'} out.")
+    extra = [name for name, is_given in wrong.items() if is_given]
+    if extra:
+        raise ConfigError(f"{', '.join(extra)}: not with {right}. Leave {'it' if len(extra) == 1 else 'them'} out.")
 
 
 def verify_served(

@@ -1,4 +1,4 @@
-"""still-export verify http://HOST:PORT --model FILE: compare a running server's answers with the file."""
+"""still-export verify http://HOST:PORT --model FILE: are a running server's answers those of the file?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.cli.output import Output, report_folder
 from still_export.errors import ConfigError
 
 SHOWN = 5
-"""Most wrong answers of a check that are printed; the report lists all."""
+"""Wrong answers of a way that are printed; the report has all."""
 
 
 def is_server(named: str) -> bool:
@@ -31,18 +31,18 @@ def verify_server(
     given: Mapping[str, bool],
     out: Output,
 ) -> bool:
-    """Run every check on the server at `address`; print and write the verdict.
+    """Ask the server at `address` in every way, print and write the verdict.
 
     Args:
         address: "http://HOST:PORT".
         model: The file that it serves: folder, hub id or GGUF file.
         name: The server's name of the model.
-        lengths: Prompt lengths in tokens; (): the defaults.
-        output: Folder for report.json; None: it is not written.
-        given: Flags that do not apply here, and whether each was given.
+        lengths: Of prompts, tokens; (): as usual.
+        output: Folder of report.json; None: none is written.
+        given: Other flags, which ask for nothing here; whether each was given.
 
     Raises:
-        ConfigError: --model is missing, a flag of another proof was given, or no server answers.
+        ConfigError: No --model, a flag of other proofs, or no server answers.
         StillExportError: The file cannot be read.
         RunError: The server refuses.
     """
@@ -67,7 +67,7 @@ def verify_server(
     client.probe(reference.text(first), first)
     if not client.tokens:
         notes.append("the server accepts text only, so its tokenizer is also compared")
-    if not client.tells:
+    if not client.logprobs:
         notes.append("the server reports no log-probabilities: its tokens are compared with the file's margins")
     job = proof.ServerProof(client, reference, lengths or proof.LENGTHS, seed=seed)
     with out.bar("asking", 6) as advance:

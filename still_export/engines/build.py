@@ -64,7 +64,7 @@ def build_engines(
     trt = RECORDS[manifest["target"]].from_manifest(manifest, **changes)
     module = load_tensorrt(trt, package.path)
     try:
-        with _kept(package):
+        with _restored_on_failure(package):
             with _builder_class(module, trt)(module, package, trt, say) as builder:
                 entries = builder.build(options.plugin)
             say("hashing")
@@ -96,8 +96,8 @@ def _builder_class(module: Any, trt: TrtOptions) -> type[EngineBuilder]:
 
 
 @contextlib.contextmanager
-def _kept(package: Package) -> Iterator[None]:
-    """Back up manifest and engines during a build, and restore them if the new ones are wrong."""
+def _restored_on_failure(package: Package) -> Iterator[None]:
+    """Save manifest and engines while others are built, and restore them if those are wrong."""
     folder, engines = package.path / BEFORE, [entry["file"] for entry in package.manifest["engines"]]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The builder of TensorRT-RTX: it builds for named GPUs on any machine, without plugins and timings."""
+"""What TensorRT-RTX does otherwise than TensorRT: it builds for named GPUs on any machine, without plugins and timings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.engines.builder import EngineBuilder
+from still_export.errors import unknown
 from still_export.targets.target import BuildError
 
 
@@ -31,8 +32,5 @@ class RtxBuilder(EngineBuilder):
             name = arch.upper().replace("_", "")
             if not hasattr(module.ComputeCapability, name):
                 known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
-                raise BuildError(
-                    f"--arch {arch} is not an architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}. "
-                    "Export with --arch of these."
-                )
+                raise unknown(arch, known, f"--arch {arch} of TensorRT-RTX {module.__version__}", BuildError)
             config.set_compute_capability(getattr(module.ComputeCapability, name), index)

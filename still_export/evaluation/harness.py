@@ -47,7 +47,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         provider: str = "cpu",
         threads: int = 0,
         max_tokens: int = 1024,
-        **given: Any,
+        **extra: Any,
     ) -> None:
         super().__init__()
         opened = open_package(Path(package), check_hashes=False)  # the runner checks them
@@ -142,14 +142,14 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """
 
     def __init__(
-        self, model: str, adapter: str | None = None, dtype: str = "auto", tokens: int = 4096, **given: Any
+        self, model: str, adapter: str | None = None, dtype: str = "auto", tokens: int = 4096, **extra: Any
     ) -> None:
         overlays = () if adapter is None else (adapter,)
         (found,) = load_any(model, None, dtype, generates=True, tokens=int(tokens), overlays=overlays).values()
         device = pick_device(
-            str(given.pop("device", None) or "auto").partition(":")[0]
-        )  # the command line passes "cuda:0"
-        super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **given)
+            str(extra.pop("device", None) or "auto").partition(":")[0]
+        )  # the command line says "cuda:0"
+        super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **extra)
 
 
 if __name__ == "__main__":

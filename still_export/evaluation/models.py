@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.evaluate import (
     VARIANTS,
@@ -54,9 +54,9 @@ def evaluate(
         DataError: A text is unusable.
     """
     options = options or EvaluationOptions()
-    model, given = str(models[0]), [str(m) for m in models]
-    served = [m for m in given if is_served(m)]
-    packages = _packages([m for m in given if m not in served], alone=not served)
+    model, paths = str(models[0]), [str(m) for m in models]
+    served = [m for m in paths if is_served(m)]
+    packages = _packages([m for m in paths if m not in served], alone=not served)
     if served:
         _check_served(options)
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
@@ -75,9 +75,7 @@ def evaluate(
         known = variants_of(loaded["still"])
         absent = sorted(set(options.variants) - set(known)) if options.variants != VARIANTS else []
         if absent:
-            raise ConfigError(
-                f"{model} has no layers for the variant {', '.join(absent)}; --variants may be {', '.join(known)}."
-            )
+            raise unknown(absent[0], known, f"{model}: --variants {absent[0]}")
         options = replace(options, variants=tuple(v for v in options.variants if v in known))
     setting = BenchOptions(threads=options.threads, provider=options.provider, runtime=options.runtime)
     measured = _measured(longest, packages, setting)

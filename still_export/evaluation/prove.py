@@ -91,12 +91,12 @@ def prove(
         "quantize": "" if quantized is None else quantized["scheme"],
         "provider": "" if runtime.engines else options.provider,
     }
-    given = {name: text for name, text in subject.items() if text}
+    described = {name: text for name, text in subject.items() if text}
     passed = None if report is None else report.passed
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
     ran = what_ran(manifest, "cuda" if runtime.engines or options.provider == "cuda" else "cpu")
     versions = {"tensorrt": engines[0]["tensorrt"]} if (engines := manifest.get("engines")) else {}
-    made = make_record(kind, given["package"], given, figures, ran, passed, options.seed, versions=versions)
+    made = make_record(kind, described["package"], described, figures, ran, passed, options.seed, versions=versions)
     return Proven(made, missing)
 
 

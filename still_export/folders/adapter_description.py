@@ -37,7 +37,7 @@ def describe_adapter(folder: Path) -> dict[str, str]:
         "weights": ", ".join(
             f"{n} tensors in {TYPES.get(t, t)}" for t, n in Counter(h.dtype for h in heads.values()).items()
         ),
-        "ignored": ", ".join(files_beside(folder, files)) or "nothing",
+        "ignored": ", ".join(other_files(folder, files)) or "nothing",
     }
 
 
@@ -58,7 +58,7 @@ def lora_of(values: Mapping[str, Any], heads: Mapping[str, Head]) -> str:
     return f"{kind}LoRA of rank {many} in {len(pairs)} layers ({', '.join(modules)}){scale}"
 
 
-def files_beside(folder: Path, read: Iterable[Path]) -> Iterator[str]:
+def other_files(folder: Path, read: Iterable[Path]) -> Iterator[str]:
     names = {path.name for path in read}
     for path in sorted(folder.iterdir()):
         if path.name in names or _KNOWN_FILES.fullmatch(path.name) or path.name == "additional_chat_templates":

@@ -11,7 +11,7 @@ from typing import Any
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, StillExportError
 from still_export.folders.adapter_config import read_adapter_config
-from still_export.folders.adapter_description import files_beside, lora_of
+from still_export.folders.adapter_description import lora_of, other_files
 from still_export.folders.codes import Codes
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, TEXT_OF, whole_config
 from still_export.folders.files import check_tokenizer_files, read_json
@@ -179,4 +179,4 @@ def _ignored(folder: Path, files: Iterable[Path], others: Mapping[str, str], mod
         f"{count} tensors of {what} ({flags[what]} exports them)" for what, count in Counter(others.values()).items()
     ]
     adapter = [folder / "adapter_model.safetensors"] if (folder / "adapter_config.json").is_file() else []
-    return ", ".join([*said, *files_beside(folder, [*files, *adapter])]) or "nothing"
+    return ", ".join([*said, *other_files(folder, [*files, *adapter])]) or "nothing"

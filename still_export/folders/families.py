@@ -8,7 +8,7 @@ from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.folders.files import read_json
-from still_export.sources import BESIDE
+from still_export.sources import COMPANION_FILES
 
 IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
 """model_types of Mamba-in-Llama with Mamba and with Mamba-2."""
@@ -100,26 +100,29 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: The second file is damaged or contradicts config.json.
         UnsupportedModelError: The second file belongs to a model of another family.
     """
-    kind, beside = str(config.get("model_type")), next((name for name in BESIDE if (folder / name).is_file()), "")
-    said = read_json(folder / beside) if beside else {}
-    became, bases = BESIDE.get(beside, ("", ()))
-    if beside and kind not in bases and not kind.startswith(became):
+    kind, companion = (
+        str(config.get("model_type")),
+        next((name for name in COMPANION_FILES if (folder / name).is_file()), ""),
+    )
+    said = read_json(folder / companion) if companion else {}
+    became, bases = COMPANION_FILES.get(companion, ("", ()))
+    if companion and kind not in bases and not kind.startswith(became):
         raise UnsupportedModelError(
-            f"{folder} was linearized: it has {beside}, beside a {kind} model; covered: {', '.join((*bases, became))}."
+            f"{folder} was linearized: it has {companion}, beside a {kind} model; covered: {', '.join((*bases, became))}."
         )
     for name in _SAME:
         if None not in (own := config.get(name), other := said.get(name)) and own != other:
             raise CheckpointError(
-                f"{name} is {own} in config.json of {folder} and {other} in {beside}. Fix one of them."
+                f"{name} is {own} in config.json of {folder} and {other} in {companion}. Fix one of them."
             )
     whole = {**config, **{name: value for name, value in said.items() if value is not None}}
-    if beside == "hybrid_config.json":  # latent attention has its own positions
+    if companion == "hybrid_config.json":  # latents have other positions than the base
         whole |= {"model_type": ZEBRA, "rope_scaling": said.get("rope_scaling"), "rope_parameters": None}
         softmax = whole.get("mla_layers")
-    elif beside or kind in IN_LLAMA:
-        second = "ngroups" in (whole.get("ssm_cfg") or {}) if beside else kind == IN_LLAMA[1]
+    elif companion or kind in IN_LLAMA:
+        second = "ngroups" in (whole.get("ssm_cfg") or {}) if companion else kind == IN_LLAMA[1]
         whole["model_type"] = IN_LLAMA[second]
-        if not beside:
+        if not companion:
             whole.setdefault("d_inner", whole.get("hidden_size"))  # as in Qwerky's code
         softmax = whole.get("attn_layers")
     else:

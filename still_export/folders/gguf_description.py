@@ -14,8 +14,8 @@ from still_export.gguf.tokenizer import make_tokenizer, templates
 from still_export.gguf.types import BLOCKS, FORMS, bits_of
 from still_export.sources import SOFTMAX
 
-_KEPT = {*BLOCKS, *FORMS}
-"""Types with blocks that packages store unchanged (docs/reference/quantization.md)."""
+_PRESERVED = {*BLOCKS, *FORMS}
+"""Types whose blocks packages keep (docs/reference/quantization.md)."""
 
 
 def quantize_policy(file: Container) -> str | None:
@@ -81,7 +81,7 @@ def _weights(file: Container) -> str:
         named = ", ".join(f"{count} {name}" if len(types) > 1 else name for name, count in types.most_common())
         said.append(f"{kind} in {named}")
     coded = {name for types in found.values() for name in types if bits_of(name)}
-    lost = sorted(coded - _KEPT)
+    lost = sorted(coded - _PRESERVED)
     said.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
     many = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     numbers = sum(int(tensor.n_elements) for tensor in many)

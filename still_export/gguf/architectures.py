@@ -45,8 +45,8 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
                 f"{file.path} has {name}_token_id={token}, outside of its vocabulary of {vocabulary} tokens. It is damaged."
             )
         found[name] = token
-    given = [token for token in (*(found[name] for name in _ENDS), *turn_ends(file)) if token is not None]
-    ends = list(dict.fromkeys(given))
+    end_ids = [token for token in (*(found[name] for name in _ENDS), *turn_ends(file)) if token is not None]
+    ends = list(dict.fromkeys(end_ids))
     return {
         "bos_token_id": found["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

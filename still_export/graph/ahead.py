@@ -1,4 +1,4 @@
-"""A model and the head that guesses tokens ahead of it as one graph, in which both read the same weights (`part_head` makes two of it)."""
+"""A model and its MTP head (which guesses tokens ahead) as one graph with shared weights; `part_head` splits it in two."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from still_graphs.states import AHEAD, State, StateTable
 
 
 def ahead_name(name: str, layers: int) -> str:
-    """An input, output or state of a head, whose layers are numbered from 0, beside those of a model of so many layers."""
+    """Name of a head's input, output or state in the joint graph; its layers are numbered after the model's."""
     side = next((side for side in ("past_", "present_") if name.startswith(side) and "." in name), "")
     state, dot, layer = name.removeprefix(side).rpartition(".")
     return f"{side}{AHEAD}{state}.{layers + int(layer)}" if dot else f"{AHEAD}{name}"
 
 
 def ahead_states(table: StateTable, layers: int, channels: int) -> list[State]:
-    """The states of a head beside those of a model of so many layers, from its own table: what was made of the last token read, too."""
+    """The head's states in the joint graph, from its own table, with the hidden vector of the last token."""
     own = [
         State(ahead_name(s.name, layers), layers + s.layer, s.op, s.shape, s.dtype, s.in_place, s.growth) for s in table
     ]
@@ -24,7 +24,7 @@ def ahead_states(table: StateTable, layers: int, channels: int) -> list[State]:
 
 
 def join_head(model: ir.Model, head: ir.Model, layers: int) -> None:
-    """Move the nodes of `head` into the graph of a model of so many layers, in place; weights that both share are the model's."""
+    """Move the nodes of `head` into the model's graph, in place; shared weights are the model's."""
     graph, other = model.graph, head.graph
     nodes, taken = list(other), dict(other.initializers)
     named = {id(value) for value in (*other.inputs, *other.outputs)}

@@ -1,4 +1,4 @@
-"""Write as one node what ONNX Runtime has one kernel for: rotary embeddings, and a sum together with the norm that reads it.
+"""Fuse nodes for which ONNX Runtime has one kernel: rotary embeddings, and a sum with the norm that reads it.
 
 A step of a small model costs its nodes, on the CPU and in launches on a GPU: of 36 nodes a layer of a Llama 12 go.
 """
@@ -44,10 +44,10 @@ def _is_rotary(match: Match) -> bool:
 
 
 def _in_halves(angles: ir.Value, function: str) -> bool:
-    """Whether a value is cos or sin of angles whose halves are equal."""
+    """Whether a value is cos or sin of angles whose two halves are equal."""
     inner = angles
     while (step := inner.producer()) is not None and step.op_type in ("Cast", "Mul"):
-        # Yarn and others scale both by one number; more of them might tell the halves apart.
+        # Yarn and others scale both by one number; other factors could make the halves differ.
         values = [v for v in step.inputs if v is not None and (v.const_value is None or v.const_value.size != 1)]
         if len(values) != 1:
             return False
@@ -58,7 +58,7 @@ def _in_halves(angles: ir.Value, function: str) -> bool:
 
 
 def _rotary(match: Match) -> Sequence[ir.Value]:
-    """RotaryEmbedding of [B, T, H * D]; cos and sin become halves of [B, T, D], made once."""
+    """RotaryEmbedding of [B, T, H * D]; cos and sin are cut to half of [B, T, D], once."""
     add, x = match.node(ROTATED), match.value(X)
     graph, view, shape = add.graph, x.producer(), x.shape
     assert isinstance(graph, ir.Graph) and shape is not None and isinstance(shape[2], int) and isinstance(shape[3], int)
@@ -90,7 +90,7 @@ def _shape(graph: ir.Graph, kind: str, values: list[int]) -> ir.Value:
 
 
 def _has_kernel(match: Match) -> bool:
-    """Whether nothing is spread, and all is of one type: a norm may scale in a wider one than it reads."""
+    """Whether nothing is broadcast and all types are equal: a norm may scale in a wider type than its input's."""
     (x, y), scale = (match.value(term) for term in TERMS), match.value(SCALE)
     alike = x.shape is not None and x.shape == y.shape and rank(x) in (2, 3) and scale.dtype == x.dtype
     return alike and rank(scale) == 1 and not match.value(TOTAL).is_graph_output()
@@ -111,6 +111,6 @@ ROTARY = Fusion((ROTATED,), _rotary, _is_rotary, alone=False)
 """x * cos + concat(-x2, x1) * sin for x [B, T, H, D]."""
 
 NORM_OF_SUM = Fusion((NORM, TOTAL), _skip_norm, _has_kernel, at=TOTAL)
-"""x + y, which an RMSNorm over the last axis reads, and perhaps others: one op gives both."""
+"""x + y, read by an RMSNorm over the last axis and possibly others: one op gives both."""
 
 nodes_fused = fused(ROTARY, NORM_OF_SUM)

@@ -1,4 +1,4 @@
-"""Python's collector of garbage, quiet while a graph is made."""
+"""Pauses of Python's garbage collector while a graph is made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARELY = (50_000, 20, 20)
-"""Thresholds of a collector that is quiet."""
+"""Thresholds for rare collections."""
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Look rarely for garbage, and not among what is there already: tracing makes a million objects that stay.
+    """Collect garbage rarely, and skip objects that exist already: a trace makes a million objects that stay.
 
     Looking through them again and again is a quarter of the time of a trace, a fifth of that of lowering.
     """

@@ -76,7 +76,7 @@ def _schema(spec: OpSpec) -> Any:
 
 
 def portable_graph(model: Any, weights: Weights | None = None, keep: int = 1, ahead: bool = False) -> ir.Model:
-    """`model` traced and lowered; layers that are alike once, where they read nothing of one another but hidden states.
+    """Trace and lower `model`; equal layers are traced once if they share only hidden states.
 
     Args, Returns: See `trace_model` and `lower_program`.
     """
@@ -88,7 +88,7 @@ def portable_graph(model: Any, weights: Weights | None = None, keep: int = 1, ah
 
 
 def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Model:
-    """Lower a traced model to ONNX with bare still::* nodes; no weight is read before it is asked for.
+    """Lower a traced model to ONNX with bare still::* nodes. Weights are read lazily.
 
     Args:
         traced: The model, or one with stand-ins for its weights.
@@ -158,7 +158,7 @@ def onnx_of(
 
 
 def _give_defaults(model: ir.Model) -> None:
-    """Let what a model that sees images is given be left out: embeddings of no token, positions as tokens are counted."""
+    """Make image inputs optional: no embeddings, and positions that count tokens."""
     for value in [value for value in model.graph.inputs if value.name in GIVEN]:
         dtype, sizes = value.dtype or ir.DataType.FLOAT, [*(value.shape or ())]
         embeds = value.name == EMBEDDINGS
@@ -192,25 +192,24 @@ def _without_exporter_noise() -> Iterator[None]:
 
 
 def _drop_absent(model: ir.Model) -> None:
-    """Unname the outputs that stand for states which the configuration does not have, ONNX's way to say absent. What only caches in 8 bits
-    need is not there without them."""
+    """Unname outputs of absent states, ONNX's way to omit them, and remove what only 8-bit caches need if there are none."""
     for node in model.graph:
         spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
         if spec is None:
             continue
-        given = dict(zip(spec.input_names(), node.inputs, strict=False))
+        node_inputs = dict(zip(spec.input_names(), node.inputs, strict=False))
         for name, output in zip(spec.output_names(), node.outputs, strict=True):
             past = name.replace("present_", "past_", 1)
-            if past != name and given.get(past) is None:
+            if past != name and node_inputs.get(past) is None:
                 output.name = ""
         if (cache := node.attributes.get(CACHE.name)) is not None and cache.value == CACHE.default:
             del node.attributes[CACHE.name]
-            # Absent inputs at the end are gone already.
+            # Absent inputs at the end are already gone.
             node.resize_outputs(len(node.outputs) - sum(state.of_codes for state in spec.states))
 
 
 def _widen_norms(model: ir.Model) -> None:
-    """Let norms whose scale is wider than what they read compute in the scale's type: no runtime has a kernel for two types.
+    """Compute norms in their scale's type where that is wider than the input: no runtime has kernels for two types.
 
     Families that scale by 1 + weight have them in half precision.
     """
@@ -224,7 +223,7 @@ def _widen_norms(model: ir.Model) -> None:
         before.outputs[0].dtype, before.outputs[0].shape = scale.dtype, x.shape
         node.replace_input_with(0, before.outputs[0])
         model.graph.insert_before(node, before)
-        if output.dtype == scale.dtype:  # what follows computes in it
+        if output.dtype == scale.dtype:  # the nodes after it compute in it
             continue
         after = ir.node("Cast", [output], {"to": x.dtype.value})
         after.outputs[0].dtype, after.outputs[0].shape = x.dtype, output.shape
@@ -235,7 +234,7 @@ def _widen_norms(model: ir.Model) -> None:
 
 
 def _drop_trace_metadata(model: ir.Model) -> None:
-    """Remove torch's stack traces and class names: they hold paths of this machine and outweigh the graph."""
+    """Remove torch's stack traces and class names, which include local paths and are larger than the graph."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph:
@@ -247,7 +246,7 @@ def _drop_trace_metadata(model: ir.Model) -> None:
 
 
 def _name_dimensions(model: ir.Model, states: StateTable) -> None:
-    """Give the free dimensions their names in the place of torch's symbols."""
+    """Name the free dimensions instead of torch's symbols."""
     names: dict[str, str] = {}
     grown = {s.past: (int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None}
 
@@ -271,7 +270,7 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
 
 
 def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
-    """Let products read their weights as [in, out] in the place of a Transpose; the weights whose values must be turned.
+    """Store weights of products as [in, out] and drop their Transpose. Returns the weights to transpose.
 
     A tied embedding stays as it is: the head reads it through its Transpose.
     """
@@ -289,7 +288,7 @@ def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
 
 
 def give_weights(model: ir.Model, names: dict[str, str], weights: Weights) -> None:
-    """Name weights as the model does, and let each read its values when it is asked for them; what the trace said of nodes goes.
+    """Name weights as the model does, and read their values lazily.
 
     Args:
         names: The model's by the program's.
@@ -304,7 +303,7 @@ def give_weights(model: ir.Model, names: dict[str, str], weights: Weights) -> No
 
 
 def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTensor:
-    """`weight`, transposed where it is `turned`, as an ONNX tensor that is read when it is asked for; not laid out anew."""
+    """`weight` as a lazy ONNX tensor; `turned`: transposed, as a view."""
 
     def read() -> TorchTensor:
         value = value_of(weight).detach()

@@ -21,7 +21,7 @@ THREE = 3
 
 
 def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
-    """Merge in place. Weights side by side are read when they are asked for; the products' own are gone.
+    """Merge products in place. Merged weights are read lazily; the separate ones are removed.
 
     Args:
         parts: Products that are merged, of those of one value the first, or both of two of the same size; None: all that there are.
@@ -39,20 +39,20 @@ def merged(model: ir.Model) -> str:
 
 
 def _groups(model: ir.Model, parts: int | None) -> list[list[ir.Node]]:
-    """Products of one value, `parts` of them; all where it is None."""
+    """Products of the same value, `parts` at a time; None: all."""
     groups: dict[tuple[ir.Value, object, object], list[ir.Node]] = {}
     for node in model.graph:
         weight = node.inputs[1] if node.op_type == "MatMul" and node.domain == "" else None
         if weight is None or node.inputs[0] is None or weight.const_value is None or weight.shape is None:
             continue
-        # A weight that is used elsewhere stays; beside a merged copy it would be there twice.
+        # A weight with other readers stays: merged, it would be stored twice.
         if len(weight.shape) == 2 and len(weight.uses()) == 1 and weight.name in model.graph.initializers:
             groups.setdefault((node.inputs[0], weight.dtype, weight.shape[0]), []).append(node)
     return [group[:parts] for group in groups.values() if len(group) >= (parts or 2) or _alike(group)]
 
 
 def _alike(group: list[ir.Node]) -> bool:
-    """Whether these are two products of the same size."""
+    """Whether the group is two products of the same size."""
     held = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
     shapes = [weight.shape for weight in held if weight is not None]
     return len(shapes) == 2 and shapes[0] == shapes[1]

@@ -1,4 +1,4 @@
-"""What an export is asked for; apart from the export, so that lowering a package needs no torch."""
+"""Options of an export; separate from the export, so that lowering a package needs no torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Called with each step, and of those that count bytes how many are done and how many there are."""
+    """Called with each step; for steps that count bytes, with the bytes done and in all."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None: ...
 
 
-def silent(step: str, done: int = 0, total: int = 0) -> None:
-    """A Progress that prints nothing."""
+def silent(step: str, done: int = 0, total: int = 0) -> None: ...
 
 
 BITS = "Quantization"
@@ -38,7 +37,7 @@ BITS = "Quantization"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What of a model is exported, for any target; a manifest's `config` records it, `--config manifest.json` repeats it.
+    """What is exported of a model, for any target. A manifest's `config` records it, and `--config manifest.json` repeats it.
 
     Args:
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
@@ -100,7 +99,7 @@ class ExportOptions:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the model reads text before its weights are rounded."""
+        """Whether calibration text is read before weights are rounded."""
         return self.quantize_method == GPTQ or self.quantize_budget is not None
 
     def still_config(self) -> StillConfig | None:
@@ -121,7 +120,7 @@ class ExportOptions:
         return Quantization(self.quantize, method, self.quantize_block or 0, lora, layout, self.adapters, to)
 
     def deployment(self) -> dict[str, Any]:
-        """What is asked of any model's STILL configuration."""
+        """Deployment fields of the STILL configuration."""
         from still_export.mixers.config import DEPLOYMENT
 
         return {name: value for name, value in self.still.items() if name in DEPLOYMENT}
@@ -134,7 +133,7 @@ class ExportOptions:
             ConfigError: It records none.
         """
         try:
-            recorded = dict(manifest["config"])  # with what the target chose
+            recorded = dict(manifest["config"])  # with the target's choices
             check_types(cls, recorded, f"{MANIFEST}: config", ConfigError)
             values = {entry.name: recorded[entry.name] for entry in fields(cls) if entry.name in recorded}
             return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("overlays", "calibrate")}})

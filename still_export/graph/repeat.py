@@ -1,4 +1,4 @@
-"""Trace few of the layers that are alike, and write the others into the graph after one of them.
+"""Trace two of each kind of equal layers, and copy the graph of one for the others.
 
 Of each kind of layer the first two are traced: what the second one shares with the first (cosines, lengths, masks), all that follow share.
 So 30 layers of a kind cost what two cost; tracing, lowering and optimizing them is most of an export.
@@ -21,24 +21,24 @@ from still_graphs.ops import DOMAIN, OPS
 from still_graphs.states import State, StateTable
 
 FIRST = "hidden"
-"""Output of a trace for the hidden states that the first layer reads; those that a layer gives are `hidden.<layer>`."""
+"""Output of a trace with the first layer's input; `hidden.<layer>` are the layers' outputs."""
 
 TRACED = 2
-"""Layers of a kind that are traced."""
+"""Layers of each kind that are traced."""
 
 
 class LayersDiffer(Exception):
-    """Layers that look alike read more of one another than hidden states."""
+    """Layers that look equal share more than hidden states."""
 
 
 def hidden_names(alike: Sequence[int]) -> list[str]:
-    """Names of the hidden states that a trace ends in; none, where it has all layers."""
+    """Names of the hidden states that a trace outputs; none if it has all layers."""
     traced = sorted(set(alike))
     return [] if len(traced) == len(alike) else [FIRST, *(f"{FIRST}.{layer}" for layer in traced)]
 
 
 def like(model: Any, states: StateTable) -> list[int]:
-    """For each layer the traced one that it is like: itself, if it is one of the first two of its kind.
+    """For each layer, the traced layer that it equals: itself, if it is one of the first two of its kind.
 
     Args:
         model: A STILL model of any family.
@@ -47,7 +47,7 @@ def like(model: Any, states: StateTable) -> list[int]:
     seen: dict[str, list[int]] = {}
     found = []
     for index, layer in enumerate(model.model.layers):
-        held = [_kept(s) for s in states if s.layer == index]
+        held = [_without_layer(s) for s in states if s.layer == index]
         kind = repr([types and types[index], held, [*_parts(layer)]])
         alike = seen.setdefault(kind, [])
         if len(alike) < TRACED:
@@ -56,8 +56,8 @@ def like(model: Any, states: StateTable) -> list[int]:
     return found
 
 
-def _kept(state: State) -> tuple[Any, ...]:
-    """All of a state but its layer; where rows are counted, each layer has a dimension of its own."""
+def _without_layer(state: State) -> tuple[Any, ...]:
+    """A state without its layer number; dimensions of counted rows are named by layer."""
     growth, shape = state.growth, state.shape
     if growth and growth.get("counted"):
         shape = tuple("" if size == growth["dimension"] else size for size in shape)
@@ -69,12 +69,12 @@ Constants = Mapping[str, Sequence[float]]
 
 
 def constants_of(layer: Any) -> Constants:
-    """By name, inputs of a layer's op that are constants of its configuration."""
+    """Inputs of a layer's op that are constants of its configuration, by name."""
     return {k: v for module in layer.modules() for k, v in getattr(module, "constants", {}).items()}
 
 
 def _parts(layer: Any) -> Iterator[Any]:
-    """All that may tell a layer from others but its number, its weights' values and its constants.
+    """Everything that distinguishes a layer, except number, weight values and constants.
 
     An object that does not say what it is, is like no other.
     """
@@ -96,8 +96,7 @@ def _parts(layer: Any) -> Iterator[Any]:
 
 
 class Hidden:
-    """The hidden states that the first layer got and that each traced one gave, to be emptied before each call; whether layers give them in
-    a tuple."""
+    """The input of the first layer and the outputs of traced ones; emptied before each call. Also whether layers return tuples."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
@@ -112,7 +111,7 @@ class Hidden:
 
 
 class _Skipped(nn.Module):
-    """Stands where a layer is that is not traced: passes hidden states on, has no weights, and says of itself what that layer does."""
+    """Replaces a layer that is not traced: passes hidden states on, without weights, and describes itself like that layer."""
 
     def __init__(self, layer: nn.Module, hidden: Hidden) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class _Skipped(nn.Module):
 
 @contextlib.contextmanager
 def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
-    """While this holds, the model has the layers `traced` alone; at the places of the others hidden states are passed on.
+    """Inside the block the model has only the layers `traced`; the others pass hidden states on.
 
     Yields:
         What the layers give, where there are others.
@@ -158,7 +157,7 @@ def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A traced layer: its nodes in their order, the hidden states that it reads and gives, who reads those."""
+    """A traced layer: its nodes in order, its input and output hidden states, and their readers."""
 
     nodes: list[ir.Node]
     given: ir.Value
@@ -173,7 +172,7 @@ def repeat_layers(
     inputs: Sequence[str],
     outputs: Sequence[str],
 ) -> None:
-    """Write the layers that were not traced into `model`, in place.
+    """Add the layers that were not traced to `model`, in place.
 
     Args:
         model: The graph of the traced layers, with the outputs `hidden` and `hidden.<layer>`, which it loses.
@@ -196,7 +195,7 @@ def repeat_layers(
         else:
             hidden, after = _copy(graph, layers[template], (template, index), constants[index], hidden, after)
         ends[run] = hidden
-    for run, hidden in ends.items():  # last: templates are copied as they were traced
+    for run, hidden in ends.items():  # last: templates are copied as traced
         for node, place in layers[run].readers:
             node.replace_input_with(place, hidden)
     for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
@@ -205,7 +204,7 @@ def repeat_layers(
 
 
 def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
-    """The traced layers: what their hidden states and states are made of, and layers before them are not."""
+    """The traced layers: the nodes that compute their outputs and states and belong to no earlier layer."""
     results = {str(value.name): value for value in graph.outputs}
     hidden = results[FIRST]
     known = _made_of([hidden], set())
@@ -235,7 +234,7 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
 
 
 def _made_of(values: Iterable[ir.Value], known: set[ir.Node]) -> set[ir.Node]:
-    """The nodes that `values` are computed by, without `known` ones and what those need."""
+    """The nodes that compute `values`, without `known` ones and their inputs."""
     found, left = set[ir.Node](), list[ir.Value | None](values)
     while left:
         value = left.pop()
@@ -254,22 +253,22 @@ def _copy(
     hidden: ir.Value,
     after: ir.Node,
 ) -> tuple[ir.Value, ir.Node]:
-    """Write a traced layer, `numbers[0]`, again as `numbers[1]` behind the node `after`; its hidden states, its last node."""
+    """Copy a traced layer, `numbers[0]`, as `numbers[1]` after the node `after`; returns its hidden states and last node."""
     template, number = numbers
     values: dict[ir.Value | None, ir.Value | None] = {layer.given: hidden}
     own = _own_dimensions(graph, template)
 
     def sized(shape: ir.Shape | None) -> ir.Shape | None:
-        """A shape of the template's with the layer's own dimensions."""
+        """A template's shape with the layer's own dimensions."""
         return None if shape is None else ir.Shape([f"{d}.{number}" if str(d) in own else d for d in shape])
 
     def named(value: ir.Value) -> ir.Value:
-        """The layer's own weight or state in the place of the template's."""
+        """The layer's own weight or state for the template's."""
         old = str(value.name)
         name = old.replace(f".layers.{template}.", f".layers.{number}.")
         if value.is_graph_input() and old.endswith(f".{template}"):
             name = f"{old.removesuffix(f'.{template}')}.{number}"
-        if name == old or value.const_value is not None:  # a buffer, of which layers of a kind have the same
+        if name == old or value.const_value is not None:  # a buffer, equal in all layers of a kind
             return value
         new = ir.Value(name=name, shape=sized(value.shape), type=value.type)
         (graph.inputs.append if value.is_graph_input() else graph.initializers.add)(new)
@@ -308,7 +307,7 @@ def _copy(
 
 
 def _own_dimensions(graph: ir.Graph, layer: int) -> set[str]:
-    """Symbols in the shapes of a traced layer's states that no other input has."""
+    """Symbols that occur only in the shapes of a layer's states."""
     here, others = set[str](), set[str]()
     for value in graph.inputs:
         found = here if str(value.name).endswith(f".{layer}") else others
@@ -317,7 +316,7 @@ def _own_dimensions(graph: ir.Graph, layer: int) -> set[str]:
 
 
 def _constant(graph: ir.Graph, values: Sequence[float], name: str) -> ir.Value:
-    """An initializer of these float32 `values`: one that is there, or a new one of this name."""
+    """An initializer with these float32 `values`: an existing one, or a new one with this name."""
     tensor = ir.tensor([*values], ir.DataType.FLOAT, name=name)
     for value in graph.initializers.values():
         held = value.const_value

@@ -16,11 +16,11 @@ from still_export.graph.repeat import Constants, Hidden, constants_of, like, onl
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models.ahead import AheadMixin
 from still_export.models.base import last_rows
-from still_export.models.step import decode_with_state, kept_rows
+from still_export.models.step import decode_with_state, rows_left
 from still_graphs.states import GIVEN, LAST_HIDDEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
-"""Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
+"""Example sizes of the trace, all different and none 1, so that no dimension is specialised or confused."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ class TracedModel:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """No gradients, few garbage collections, and nothing of a trace that no exporter reads: stack traces, layouts in memory, switches of
-    gradients with the graphs that torch makes around them; no table of what ops made of shapes, which takes longer than it saves."""
+    """Without gradients, with few garbage collections, and without parts of a trace that no exporter reads.
+
+    Those are stack traces, memory layouts, gradient switches with their subgraphs, and torch's cache of shape operations, which costs more
+    than it saves.
+    """
     from torch._dynamo import config
 
     with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False), ExitStack() as stack:
@@ -58,7 +61,7 @@ def tracing() -> Iterator[None]:
 
 
 def _without_switches(module: torch.fx.GraphModule, signature: Any) -> tuple[torch.fx.GraphModule, Any]:
-    """A graph that says nowhere whether there are gradients: there are none."""
+    """A graph without gradient switches."""
     for node in [node for node in module.graph.nodes if node.target is torch._C._set_grad_enabled]:
         module.graph.erase_node(node)
     module.recompile()
@@ -70,7 +73,7 @@ SPARED: tuple[tuple[str, str, Any], ...] = (
     ("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: None),
     ("torch._export.passes.replace_set_grad_with_hop_pass", "replace_set_grad_with_hop_pass", _without_switches),
 )
-"""What torch.export does and no exporter reads: module, name, and what stands for it meanwhile."""
+"""Work of torch.export that no exporter reads: module, name, replacement."""
 
 
 def _name(state: State) -> str:
@@ -78,7 +81,7 @@ def _name(state: State) -> str:
 
 
 def _varies(states: StateTable, dimension: str) -> bool:
-    """Whether the number of rows depends on the tokens at all: with no row per token, or a fixed capacity, it is a number."""
+    """Whether the number of rows depends on the tokens; without a row per token, or with a fixed capacity, it is constant."""
     rule, few = states.growths[dimension], states.period * TRACE_CAPACITY_PERIODS
     return len({rows_after(rule, tokens, states.capacity_tokens) for tokens in (few, few + states.period)}) > 1
 
@@ -110,7 +113,7 @@ class _StatefulForward(nn.Module):
         self.hidden.states.clear()
         more_given = dict(zip(GIVEN, seen, strict=False)) | ({} if hidden is None else {"hidden": hidden})
         every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **more_given)
-        last = last_rows(every, new_tokens, kept_rows(input_ids, self.keep))
+        last = last_rows(every, new_tokens, rows_left(input_ids, self.keep))
         kept = [present[key.layer][_name(key)] for key in self.states]
         more = [(every if hidden is None else last).float()] if self.ahead else []
         return [self.model.logits(last).float(), *kept, past_length + new_tokens, *more, *self.hidden.states]
@@ -145,7 +148,7 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
     shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     ids = torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64)
-    # Of dimensions of 1, as their defaults: the graph shall not take batch and tokens from what may be left out.
+    # Of dimensions of 1, as their defaults: batch and tokens must not be read from optional inputs.
     seen = [torch.zeros(1, 1, config.hidden_size, dtype=model.dtype), torch.full((3, 1, 1), -1)]
     seen = seen if getattr(config, "vision_config", None) else []
     of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []

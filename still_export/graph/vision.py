@@ -1,4 +1,4 @@
-"""The encoder of images as a graph of standard ops, beside the one of the language model."""
+"""The image encoder as a graph of standard ops, separate from the language model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.models.families.vision import Vision
 from still_export.models.read.weights import stand_ins
 
 IMAGES, SQUARES = 3, 5
-"""Example sizes of the trace: no dimension is taken for another."""
+"""Example sizes of the trace, all different."""
 INPUTS, OUTPUT = ("pixel_values", "grid"), "image_embeds"
 
 

@@ -1,4 +1,4 @@
-"""Writing a graph's weights to the file beside it, one tensor at a time."""
+"""Write a graph's weights to a file next to it, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ if TYPE_CHECKING:
     import onnx
 
 INSIDE_BYTES = 256
-"""Tensors below this size stay in the graph."""
+"""Smaller tensors stay in the graph."""
 
 ALIGNED_BYTES = 1 << 20
 PAGE_BYTES = 4096
-"""Tensors of at least ALIGNED_BYTES start at a page: older ONNX Runtimes map no others into memory, and copy them."""
+"""Tensors of at least ALIGNED_BYTES start at a page: older ONNX Runtimes copy others instead of mapping them."""
 
 VIEW = "still.view_of"
-"""Metadata of a weight that is another weight's bytes in another shape or type: the name of that one, which comes first."""
+"""Metadata of a weight that shares another's bytes in another shape or type: the name of that weight, which comes first."""
 
 TURNED_BYTES = 1 << 27
-"""Of a transposed matrix that are laid out at once: the head of an 8B model, 1 GB, is not held twice."""
+"""Bytes of a transposed matrix that are laid out at a time, so that an 8B model's head (1 GB) is not in memory twice."""
 
 Bytes = Callable[[int, int], None]
-"""Called with the bytes that were written and those that will be."""
+"""Called with bytes written, and bytes in all."""
 
 
 def load_graph(path: Path) -> ir.Model:
-    """A graph of a package, whose weights are read where they lie: files that are links into Hugging Face's cache, or have several names,
-    which onnx_ir refuses.
+    """A graph of a package with lazy weights. Files may be links into Hugging Face's cache, or have several names, which onnx_ir refuses.
 
     Raises:
         CheckError: A weight lies outside of the package.
@@ -46,14 +45,14 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def locate_weights(graph: ir.Graph, folder: Path) -> None:
-    """Let the weights of a graph of the package in `folder` be read where they lie; raises CheckError as `load_graph` does."""
+    """Let a graph's weights be read from the package in `folder`; raises CheckError like `load_graph`."""
     for value in graph.initializers.values():
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
             value.const_value = _placed(tensor, str(inside(folder, str(tensor.location)).resolve()), "")
 
 
 def place_weights(model: ir.Model, folder: Path, location: str) -> None:
-    """Say of a loaded graph that its weights lie in the file `location` of `folder`, at the places that they had."""
+    """Set the external references of a loaded graph to the file `location` in `folder`, at the same offsets."""
     for value in model.graph.initializers.values():
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
             value.const_value = _placed(tensor, location, folder)
@@ -73,7 +72,7 @@ def _placed(tensor: ir.ExternalTensor, location: str, folder: Path | str) -> ir.
 
 
 def resolve_weights(graph: onnx.ModelProto, path: Path) -> Path:
-    """Name the files of weights of a graph in memory as they are named behind links, through which ONNX Runtime does not follow there.
+    """Resolve links in the weight file names of a graph in memory: ONNX Runtime does not follow links there.
 
     Args:
         graph: Of the file `path`, changed here.
@@ -93,7 +92,7 @@ def resolve_weights(graph: onnx.ModelProto, path: Path) -> Path:
 
 
 def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes = lambda done, total: None) -> None:
-    """Write `model` to `path` and its weights to the file `location` beside it. Each weight is read, written and forgotten.
+    """Write `model` to `path` and its weights to `location` next to it, one weight at a time.
 
     Raises:
         CheckpointError: A weight turns out to be damaged when it is read.
@@ -120,7 +119,7 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             packed = tensor.dtype.bitwidth < 8
             for part in [tensor.tobytes()] if packed else _laid_out(tensor.numpy()):
                 file.write(part)
-                del part  # a view of the file that the weight is from
+                del part  # a view of the weight's source file
             length = file.tell() - offset
             assert length == tensor.nbytes, f"{value.name} has {length} bytes, its shape says {tensor.nbytes}"
             value.const_value = written[value.name] = ir.ExternalTensor(
@@ -145,13 +144,13 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
         ir.save(model, path)
     except ir.serde.SerdeError as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # what is wrong with a weight that lies in the graph itself
+        while cause.__cause__ is not None:  # a fault of a weight stored in the graph itself
             cause = cause.__cause__
         raise cause from error
 
 
 def _views(weights: list[ir.Value]) -> list[tuple[ir.Value, str]]:
-    """Weights that are another's bytes, with the name of that one: they say so, or lie in the same place of a file."""
+    """Weights that share another's bytes, with its name: they are marked so, or have the same place in a file."""
     views, places = [], dict[tuple[str, int | None, int | None], str]()
     for value in weights:
         tensor = value.const_value
@@ -165,7 +164,7 @@ def _views(weights: list[ir.Value]) -> list[tuple[ir.Value, str]]:
 
 
 def _laid_out(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of `array`, row by row; a transposed matrix in parts."""
+    """The bytes of `array` in row order; a transposed matrix in parts."""
     words = {2: np.int16, 4: np.int32}.get(array.itemsize)
     if array.ndim != 2 or array.flags.c_contiguous or not array.flags.f_contiguous or words is None:
         yield np.ascontiguousarray(array).view(np.uint8).data
@@ -175,6 +174,6 @@ def _laid_out(array: np.ndarray) -> Iterator[memoryview]:
 
     step = max(1, TURNED_BYTES // (len(stored) * array.itemsize))
     for start in range(0, len(array), step):
-        # PyTorch turns whole matrices 6 times as fast as NumPy does, parts of them no faster.
+        # PyTorch transposes whole matrices 6 times as fast as NumPy, parts no faster.
         part = torch.from_numpy(np.ascontiguousarray(stored[:, start : start + step]))
         yield part.t().contiguous().numpy().view(np.uint8).data

@@ -92,8 +92,8 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
     """Write the adapter's weights (float16 or low-bit rows) and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {}
-    for name, given in tensors.items():
-        tensor, few = given.detach(), recipe.adapter_dtype != "float16" and given.dim() > 1
+    for name, loaded in tensors.items():
+        tensor, few = loaded.detach(), recipe.adapter_dtype != "float16" and loaded.dim() > 1
         if few and recipe.adapter_dtype == "int6" and tensor.shape[-1] == tensor.shape[-2]:
             stored[name], stored[name + SCALE], stored[name + DIAGONAL] = int6_rows(tensor)
         elif few:

@@ -37,8 +37,8 @@ class Measured:
         """Relative increase of bits per byte over the base, by context."""
         return {context: bits / base.bits[context] - 1 for context, bits in self.bits.items()}
 
-    def beside(self, base: Measured) -> str:
-        """Comparison with the base, in words."""
+    def compared(self, base: Measured) -> str:
+        """The results next to the base's, in words."""
         losses = ", ".join(f"{loss:+.1%} at {context:,}" for context, loss in self.losses(base).items())
         return f"bits per byte {losses}" + (f"; finds {self.found} facts, the base {base.found}" if self.asked else "")
 

@@ -53,9 +53,9 @@ def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarra
     future = torch.arange(tokens, device=model.device) > asked[:, None]
     seen: list[Tensor] = []
 
-    def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
-        hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
-        query, key, _ = module.project_heads(hidden, given.get("position_embeddings"))
+    def look(module: Any, arguments: Any, kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
+        query, key, _ = module.project_heads(hidden, kwargs.get("position_embeddings"))
         keys = key[0].repeat_interleave(query.shape[2] // key.shape[2], dim=1).float()
         logits = torch.einsum("qhd,khd->hqk", query[0, asked].float(), keys) * module.head_dim**-0.5
         weight = logits.masked_fill(future, -torch.inf).softmax(-1)
@@ -115,13 +115,13 @@ def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list
     hooks = []
 
     def compare(index: int) -> Any:
-        def hook(module: Any, arguments: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        def hook(module: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             output = result[0] if isinstance(result, tuple) else result
             if not output.requires_grad:
                 return
             module.mode = STUDENT
             with torch.no_grad():
-                student = module.forward(*arguments, **given)
+                student = module.forward(*arguments, **kwargs)
             module.mode = SOFTMAX
             change = (student[0] if isinstance(student, tuple) else student) - output.detach()
 
@@ -135,7 +135,7 @@ def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list
     for index, attention in enumerate(attentions):
         hooks.append(attention.register_forward_hook(compare(index), with_kwargs=True))  # type: ignore[attr-defined]
     embeddings = model.get_input_embeddings()
-    hooks.append(embeddings.register_forward_hook(lambda module, given, output: output.requires_grad_(True)))
+    hooks.append(embeddings.register_forward_hook(lambda module, kwargs, output: output.requires_grad_(True)))
     head = model.get_output_embeddings().weight
     try:
         with attention_mode(attentions, SOFTMAX), torch.enable_grad():

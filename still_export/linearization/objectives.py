@@ -44,9 +44,9 @@ class TransferObjective(nn.Module):
     def fit(self, ids: Tensor) -> None:
         """Start layers that support it near the teacher's outputs on ids [B, T]."""
 
-        def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
-            hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
-            module.fit(hidden, given.get("position_embeddings"))
+        def look(module: Any, arguments: Any, kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
+            module.fit(hidden, kwargs.get("position_embeddings"))
 
         hooks = [a.register_forward_pre_hook(look, with_kwargs=True) for a in self.attentions if hasattr(a, "fit")]
         if not hooks:

@@ -47,7 +47,7 @@ class Passes:
     def _forward_backward(self, ids: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
             loss, parts = self.objective(ids, weights)
-        # Outside of autocast: the attention's recomputation has its own precision.
+        # Outside of autocast: attention chooses its own precision when recomputed.
         self.accelerator.backward(loss * share)
         return loss.detach(), parts
 

@@ -126,7 +126,7 @@ class Planner:
         return replace(asked, budget="", salient_per_chunk=salient)
 
     def state(self, count: int, salient: int) -> float:
-        """State of a student with `count` softmax layers at the model's context, as a share of the base's cache."""
+        """State size of a student with `count` softmax layers at the model's context, relative to the base's cache."""
 
         def size(softmax: int) -> int:
             config = copy.copy(self.run.geometry)
@@ -172,7 +172,7 @@ class Planner:
             with run.accelerator.autocast():
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
-            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.beside(base)}")
+            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.compared(base)}")
             plan = BudgetPlan(needs, count, most, salient, base, tried, tokens=tokens)
             expected = LEFT * worst(tried, base)
             if expected <= self.budget.loss or count == most:
@@ -254,7 +254,7 @@ class Planner:
                 reached = self.stick.measured(model)
             loss = worst(reached, plan.base)
             met = loss <= self.budget.loss and reached.found >= least
-            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.beside(plan.base)}")
+            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.compared(plan.base)}")
             if met or count == plan.most:
                 break
             wanted = count + max(1, run.layers // 10) if reached.found < least else 0
@@ -264,7 +264,7 @@ class Planner:
             run.log(f"that exceeds the budget ({self.budget}), so {count} layers stay softmax")
         run.adopt(self.recipe(plan, count))
         state, minutes = self.state(count, plan.salient), (time.monotonic() - run.started) / 60
-        promises = kept_promises(self.budget, plan.base, reached, state, minutes)
+        promises = limits_met(self.budget, plan.base, reached, state, minutes)
         return {
             "budget": str(self.budget),
             "expected_loss": plan.expected(),
@@ -276,7 +276,7 @@ class Planner:
             "minutes": minutes,
             "promises": promises,
             "met": all(promise == MET for promise in promises.values()),
-            "said": f"{reached.beside(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
+            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
             f"softmax, state {state:.0%} of the base's cache at {run.context:,} tokens, {minutes:.1f} minutes. Promised {self.budget}: "
             + ", ".join(f"{name} {promise}" for name, promise in promises.items()),
         }
@@ -290,8 +290,8 @@ def worst(student: Measured, base: Measured) -> float:
 MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
 
 
-def kept_promises(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
-    """Verdict on each promise of a budget. Facts are not measured without questions, or if the base knows no answer."""
+def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
+    """Whether each limit of a budget was met; facts are not measured without questions, or if the base knows no answer."""
     found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
     if budget.found and not (reached.asked and base.found):
         found = UNMEASURED

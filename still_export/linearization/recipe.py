@@ -335,7 +335,7 @@ def preset(name: str) -> Path:
     return known[name]
 
 
-def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
+def read_recipe(path: Path | None, overrides: Mapping[str, Any]) -> Recipe:
     """The recipe in a YAML file (None: the defaults), with `given` options replaced.
 
     Relative paths of base, texts and tokenizer refer to the file's folder if they exist there.
@@ -362,15 +362,15 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
                 raise unknown(name, known, f"{path}: the option {name!r}")
         for name in ("base", "tokenizer", "start", "chat_file"):
             if isinstance(values.get(name), str):
-                values[name] = _beside(path, values[name])
+                values[name] = _from_recipe_folder(path, values[name])
         if isinstance(values.get("texts"), list):
-            values["texts"] = [_beside(path, str(text)) for text in values["texts"]]
+            values["texts"] = [_from_recipe_folder(path, str(text)) for text in values["texts"]]
     try:
-        return Recipe(**{**values, **given})
+        return Recipe(**{**values, **overrides})
     except TypeError as error:
         raise ConfigError(f"{path or 'the options'}: a value has the wrong type: {error}.") from error
 
 
-def _beside(path: Path, name: str) -> str:
-    beside = path.parent / name
-    return str(beside) if beside.exists() else name
+def _from_recipe_folder(path: Path, name: str) -> str:
+    there = path.parent / name
+    return str(there) if there.exists() else name

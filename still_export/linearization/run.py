@@ -182,7 +182,7 @@ class LinearizationRun:
         attentions = make_students(model, recipe.learn_window_factors)
         for attention in attentions:
             attention.save_memory = recipe.gradient_checkpointing
-        set_seed(recipe.seed)  # LoRA starts the same whatever was measured before
+        set_seed(recipe.seed)  # LoRA starts the same, regardless of earlier measurements
         model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
@@ -365,7 +365,7 @@ class LinearizationRun:
         ]  # layers that became softmax after others were trained
         tensors = {n: t for n, t in tensors.items() if not any(f".layers.{i}." in n for i in softmax)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
-        with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
+        with staged_folder(self.output, force=True, keep=self.folder.other_entries) as folder:
             if tensors:
                 adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
                 model = adapter.apply_adapter(self.recipe.base, folder / "adapter")

@@ -64,8 +64,8 @@ class RunFolder:
         (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
         (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
 
-    def holds_a_run(self) -> bool:
-        """Whether there is a run to resume."""
+    def has_run(self) -> bool:
+        """Whether a run can be resumed here."""
         return (self.work / RUN_FILE).is_file()
 
     def discard(self) -> None:
@@ -76,8 +76,8 @@ class RunFolder:
         with contextlib.suppress(OSError):
             self.output.rmdir()  # fails if it is not empty
 
-    def kept(self) -> list[str]:
-        """Entries of the output folder outside the model that this run replaces."""
+    def other_entries(self) -> list[str]:
+        """Entries of the output folder that do not belong to the model that this run replaces."""
         path = self.work / REPLACED_FILE
         replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         return [p.name for p in self.output.iterdir() if p.name not in replaced]

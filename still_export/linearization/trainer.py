@@ -34,7 +34,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.texts.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
-KEPT_CHECKPOINTS = 2
+MOST_CHECKPOINTS = 2
 Arguments = ParamSpec("Arguments")
 
 
@@ -68,13 +68,13 @@ def _on_a_stream_of_its_own(
     """Run a trainer's method on a CUDA stream of its own, because the default stream cannot be recorded."""
 
     @functools.wraps(method)
-    def wrapped(trainer: Trainer, /, *given: Arguments.args, **named: Arguments.kwargs) -> StageReport:
+    def wrapped(trainer: Trainer, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> StageReport:
         if trainer.accelerator.device.type != "cuda":
-            return method(trainer, *given, **named)
+            return method(trainer, *arguments, **named)
         default, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(default)
         with torch.cuda.stream(stream):
-            report = method(trainer, *given, **named)
+            report = method(trainer, *arguments, **named)
         default.wait_stream(stream)
         return report
 
@@ -134,7 +134,7 @@ class Trainer:
         passes = passes_of(accelerator, module, optimizer, kinds, recipe.gradient_checkpointing)
         report = self._restore(module, optimizer)
         curves = Curves(self.folder.parent, self.name, report.steps) if accelerator.is_main_process else None
-        ahead = ThreadPoolExecutor(1)  # writes the next batch while the GPU computes
+        ahead = ThreadPoolExecutor(1)  # prepares the next batch while the GPU computes
         following = ahead.submit(batches.batch, report.steps)
         while report.steps < steps and not report.done:
             started = time.perf_counter()
@@ -233,7 +233,7 @@ class Trainer:
             (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
+            for old in self._checkpoints()[:-MOST_CHECKPOINTS]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
 

@@ -63,7 +63,7 @@ class LanguageModel:
         if self.prefixes is not None:  # its states, also in its folder, belong to the previous weights
             self.prefixes.close()
             self.prefixes.clear()
-            self.prefixes.shelf = None
+            self.prefixes.folder = None
         self.restore(None)
 
     @property

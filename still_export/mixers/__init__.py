@@ -1,1 +1,1 @@
-"""What one layer does with its tokens and its state: modules for transformers, caches, traced ops."""
+"""What a layer does with its tokens and state: modules for transformers, caches, traced ops."""

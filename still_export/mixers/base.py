@@ -1,5 +1,5 @@
-"""What the generic rooms ask of a mixer: its ops, the sizes of their states, its cache layer, the module that takes a family's place;
-and, for evaluation, its parts."""
+"""The interface of a mixer: its ops, sizes of their states, its cache layer, the module that replaces a family's; for evaluation, its
+parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerOp:
-    """An op of a layer, with its attributes there.
+    """An op of a layer, with its attributes.
 
     symbols: Sizes of the symbols in the shapes of its states, but B and N.
     """
@@ -33,45 +33,44 @@ class LayerOp:
 
 
 class Mixer(Protocol):
-    """What one layer does with its tokens and its state; mixers derive from it.
+    """What one layer does with its tokens and state; mixers derive from it.
 
     `config` is a STILL family configuration, `index` a layer of it.
     """
 
     name: str
-    """In `layer_types`."""
+    """Its name in `layer_types`."""
 
     parts: tuple[str, ...] = ()
     """Variants of a model that `without` makes."""
 
     settings: tuple[str, ...] = ()
-    """Fields of the model's STILL configuration that say how its layers are."""
+    """Fields of the model's STILL configuration that configure its layers."""
 
     of_families: bool = False
-    """Families have such layers from the start; no softmax layer becomes one."""
+    """Families have such layers from the start; softmax layers are not converted to it."""
 
     by_prompts: bool = False
-    """Its layers can go by a whole prompt's length, `whole_prompts` of the deployment."""
+    """Its layers can depend on a whole prompt's length (`whole_prompts` of the deployment)."""
 
     trained: type | None = None
-    """Class of its modules as teacher and student; None: none are trained."""
+    """Class of its trainable modules; None: they are not trained."""
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        """The ops of the layer; the names of their states differ."""
+        """The ops of the layer; their states have different names."""
 
     def cache_layer(self, config: Any, index: int) -> StillCacheLayer:
-        """The layer's part of a cache that has seen nothing."""
+        """The layer's part of an empty cache."""
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        """The module that takes the place of the family's module `base`, which mixes the tokens of the layer.
+        """The module that replaces the family's module `base`, which mixes the layer's tokens.
 
         Raises:
             UnsupportedModelError: `base` is of a family, or a variant, that the mixer does not cover.
         """
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLayer | None:
-        """The layer for an engine that serves many requests, one of `ranks` that share its heads; None: the engine's own softmax
-        attention computes it.
+        """The layer for a serving engine, one of `ranks` that share its heads; None: the engine's own softmax attention computes it.
 
         Raises:
             UnsupportedModelError: It is not served so, or its heads cannot be shared so.
@@ -81,7 +80,7 @@ class Mixer(Protocol):
         )
 
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable | None:
-        """The layer's `module`, in place in a form that can be teacher and student; None: the layer stays as it is.
+        """Convert the layer's `module`, in place, to a form that can be teacher and student; None: the layer is not trained.
 
         Args:
             learn_window_factors: Where the softmax terms have a weight, it can be trained.
@@ -92,9 +91,9 @@ class Mixer(Protocol):
         return module
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
-        """`model` with a part of these layers switched off, one of `parts`, inside the block."""
+        """Inside the block `model` has one of `parts` of these layers disabled."""
         return nullcontext()
 
     def restore_base(self, model: nn.Module) -> None:
-        """Let these layers compute the attention of the base model, for good; nothing to do where they do."""
+        """Restore the base model's attention in these layers, permanently; nothing to do if they already compute it."""
         return None

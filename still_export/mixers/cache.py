@@ -1,4 +1,4 @@
-"""The cache of a STILL model: tensors only, one row of lengths for all layers, right padding that enters nothing."""
+"""The cache of a STILL model: tensors only, one row of lengths for all layers, right padding that changes nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from still_export.mixers.cache_layer import CACHE, FixedProgress, Progress, StillCacheLayer
-from still_export.mixers.kept import kept_dtype
+from still_export.mixers.cache_type import cache_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable
 
 _NAMES = ("cache", "past_key_values", "cache_params")
-"""What it calls that of a layer, by version and family."""
+"""transformers' names of a layer's cache argument, by version and family."""
 
 
 def hear_cache(module: nn.Module) -> nn.Module:
-    """The same module; where transformers calls all caches "cache", `forward` gets it as the argument that it has for it."""
+    """Adapt a module to transformers versions that call all caches "cache"; returns the module."""
     own = next((name for name in _NAMES if name in signature(module.forward).parameters), None)
     if CACHE == "cache" and own not in (None, CACHE):
         module.register_forward_pre_hook(partial(_renamed, own), with_kwargs=True)
@@ -51,7 +51,7 @@ class StillCache(Cache):
     def static(
         cls, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> StillCache:
-        """The same for `batch` sequences of at most `tokens` tokens, whose tensors stay in place: a decode step with it compiles to one
+        """A static cache for `batch` sequences of at most `tokens` tokens: tensors are never reallocated, so a decode step compiles to one
         CUDA graph.
 
         Args:
@@ -68,12 +68,12 @@ class StillCache(Cache):
         if place.type == "cuda":
             from still_kernels.launcher import spare_counters
 
-            spare_counters(place, 2 * batch * config.num_attention_heads)  # a capture can make none
+            spare_counters(place, 2 * batch * config.num_attention_heads)  # a capture cannot create one
         return cache
 
     @classmethod
     def from_states(cls, config: Any, states: Sequence[dict[str, Tensor]], past_length: Tensor) -> StillCache:
-        """The cache that `states()` described, after `past_length` [B] tokens."""
+        """The cache from `states()` after `past_length` [B] tokens."""
         cache = cls.empty(config)
         cache.progress.length = past_length
         for layer, tensors in zip(cache.layers, states, strict=True):
@@ -88,7 +88,7 @@ class StillCache(Cache):
 
     @property
     def capacity(self) -> int | None:
-        """Columns that a static cache has room for; None: it is none."""
+        """Columns of a static cache; None: it is not static."""
         return self.progress.capacity if isinstance(self.progress, FixedProgress) else None
 
     def reset(self) -> None:
@@ -126,14 +126,14 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
             for spec in op.spec.states_with(op.attributes):
                 growth = None if spec.growth is None else spec.growth.resolve(op.attributes)
                 if growth is not None and growth.get("counted"):
-                    growth["dimension"] = f"{growth['dimension']}_{index}"  # each layer keeps rows of its own
+                    growth["dimension"] = f"{growth['dimension']}_{index}"  # each layer has rows of its own
                 elif growth is not None and growth != rules.setdefault(growth["dimension"], growth):
-                    growth["dimension"] = f"{growth['dimension']}_{growth['rows']}"  # a layer with k of its own
+                    growth["dimension"] = f"{growth['dimension']}_{growth['rows']}"  # a layer with its own k
                 shape: list[int | str] = [*spec.sizes({**op.symbols, "B": 0, "N": 0})]
                 shape[0] = "batch"
                 if growth is not None:
                     shape[int(growth["axis"])] = str(growth["dimension"])
-                own = kept_dtype(config, dtype) if spec.narrow else dtype
+                own = cache_dtype(config, dtype) if spec.narrow else dtype
                 kind = str(own).removeprefix("torch.") if spec.dtype == "T" else spec.dtype
                 name = f"{spec.name}.{index}"
                 states.append(State(name, index, op.spec.name, tuple(shape), kind, spec.in_place, growth))

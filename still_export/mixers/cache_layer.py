@@ -1,4 +1,4 @@
-"""A layer of a cache: how far its sequences are, and the states that it keeps."""
+"""A layer of a cache: progress of its sequences, and its states."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from still_export.errors import CapacityError, ShapeError, UnsupportedError
 
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
-"""What transformers calls the cache of a model, among its arguments and in its output."""
+"""transformers' name of a model's cache, as an argument and an output."""
 LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
 
 class Progress:
-    """How far the sequences of a cache are: one for all its layers.
+    """Progress of a cache's sequences, shared by all layers.
 
     `length` and `new_tokens` are int64 [B]: tokens that each sequence has seen and brings; None before the first call. `columns` counts the
     columns of the batch so far, padding included: an upper bound of every length that transformers' bookkeeping and the growth of
@@ -45,7 +45,7 @@ class Progress:
         return self.length
 
     def every(self, tokens: int) -> Tensor:
-        """[B] that says that each sequence brings `tokens`; for a decode step nothing new is made."""
+        """`tokens` for each sequence, [B]; a decode step allocates nothing."""
         assert self.length is not None
         if tokens != 1:
             return torch.full_like(self.length, tokens)
@@ -54,14 +54,14 @@ class Progress:
         return self.ones
 
     def begin(self, new_tokens: Tensor, columns: int | None) -> None:
-        """Announce the next call: tokens per sequence, and the columns that it adds; None leaves every buffer as it is."""
+        """Announce the next call: new tokens per sequence, and the columns that it adds (None: buffers are not grown)."""
         self.new_tokens, self.grows = new_tokens, columns is not None
         self._columns += columns or 0
 
     def advance(self) -> None:
-        """The call is over: its tokens have been seen."""
+        """Finish the call: its tokens are seen."""
         assert self.length is not None and self.new_tokens is not None
-        self.length = self.length + self.new_tokens  # a new tensor: the old one may have been handed out
+        self.length = self.length + self.new_tokens  # a new tensor, because the old one may be in use
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         self.length = None if self.length is None else change(self.length)
@@ -72,7 +72,7 @@ class Progress:
 
 
 class FixedProgress(Progress):
-    """The same in tensors that stay where they are: no step makes one, or counts on the host.
+    """Progress in fixed tensors: a step allocates nothing and does not synchronize.
 
     Args:
         capacity: Columns that the cache has room for.
@@ -93,7 +93,7 @@ class FixedProgress(Progress):
 
     def begin(self, new_tokens: Tensor, columns: int | None) -> None:
         assert columns is not None
-        # A decode step asks nothing of the device; a sequence that grows beyond its room then gets NaN, on the CPU an error.
+        # A decode step reads nothing from the device; a sequence beyond its room gets NaN, and an error on the CPU.
         if columns > 1 and not torch.compiler.is_compiling() and self.columns + columns > self.capacity:
             raise CapacityError(
                 f"the static cache has room for {self.capacity} columns, has seen {self.columns} and is to take {columns} more. "
@@ -115,13 +115,13 @@ class FixedProgress(Progress):
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """`tensor`, which compiled code may take for one that never moves: a CUDA graph then writes into it and copies nothing."""
+    """Mark `tensor` as never moving for compiled code: CUDA graphs write into it without copies."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 def refill(tensor: Tensor, values: Tensor) -> None:
-    """Put `values` into a tensor that stays where it is.
+    """Copy `values` into a fixed tensor.
 
     Raises:
         UnsupportedError: There are more or fewer sequences than it has.
@@ -136,7 +136,7 @@ def refill(tensor: Tensor, values: Tensor) -> None:
 
 
 class StillCacheLayer(CacheLayerMixin):
-    """What the cache layers of all mixers share. `progress` is that of the whole cache.
+    """Shared by the cache layers of all mixers; `progress` is the whole cache's.
 
     `fixed`: The tensors have room for all that may come, and stay where they are: calls write into them.
     """
@@ -160,7 +160,7 @@ class StillCacheLayer(CacheLayerMixin):
         return self.progress.new_tokens
 
     def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make tensors for `batch` sequences of at most `tokens` tokens, which stay where they are.
+        """Allocate fixed tensors for `batch` sequences of at most `tokens` tokens.
 
         Raises:
             CapacityError: The layer does not take so many.
@@ -174,7 +174,7 @@ class StillCacheLayer(CacheLayerMixin):
         )
 
     def part(self, kind: type[LayerT]) -> LayerT | None:
-        """What a module that keeps its states in a `kind` finds here: this layer itself, or one that it holds."""
+        """The cache layer of class `kind` here: this one, or one that it contains."""
         return self if isinstance(self, kind) else None
 
     def states(self) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class StillCacheLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Continue from `states`, which stay the caller's, after `length` tokens."""
+        """Continue from `states` (not modified) after `length` tokens."""
         raise NotImplementedError
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -222,13 +222,13 @@ class StillCacheLayer(CacheLayerMixin):
 
 
 def part_of(cache: Any, index: int, kind: type[LayerT]) -> LayerT | None:
-    """What `cache` has for a module of layer `index` that keeps its states in a `kind`; None where it has nothing."""
+    """The cache layer of class `kind` for layer `index` in `cache`; None: there is none."""
     layer = cache.layers[index] if isinstance(cache, Cache) else None
     return layer.part(kind) if isinstance(layer, StillCacheLayer) else None
 
 
 def layer_of(cache: Any, index: int, kind: type[LayerT], what: str) -> LayerT | None:
-    """The same for a module that needs it where there is a cache at all.
+    """Like `part_of`, for a module that requires it if there is a cache.
 
     Raises:
         UnsupportedError: `cache` is none of a STILL model; layer `index` is, or does, `what`.

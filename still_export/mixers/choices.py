@@ -1,4 +1,4 @@
-"""What an export may choose of a STILL configuration, as flags; apart from the configuration, so that naming them needs no torch."""
+"""Fields of a STILL configuration that an export may choose, as flags; separate, so that naming them needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODEL = "The model and its states"
 
 @dataclass(frozen=True)
 class StillChoices:
-    """Fields of a STILL configuration that an export may choose; None: the model's own, or the default."""
+    """Choices of an export; None: the model's own, or the default."""
 
     chunk_size: int | None = option(None, "Tokens per chunk.", shown="64", panel=MODEL)
     salient_per_chunk: int | None = option(None, "Tokens per chunk that stay in softmax.", shown="4", panel=MODEL)

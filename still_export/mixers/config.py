@@ -1,4 +1,4 @@
-"""What a STILL model stores beside its family's configuration, `still_config` in its config.json: flat there, by owner here."""
+"""The STILL part of a model's configuration, `still_config` in config.json: flat in the file, grouped by owner here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from still_export.options import check_types
 from still_graphs.errors import ConfigError, unknown
 
 DEPLOYMENT = tuple(f.name for f in fields(Deployment))
-"""Names that no training fixes."""
+"""Fields that training does not fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """Of a model whose layers take all that they are from the family's configuration.
+    """The configuration of a model whose layers are described by its family's configuration.
 
     Args:
         layer_types: Per layer the name of its mixer; None = all "hybrid_attention". It lives here and not in the family's own
@@ -50,7 +50,7 @@ class LayersConfig:
         types = None if self.layer_types is None else list(self.layer_types)
         deployment = asdict(self.deployment)
         if not self.deployment.whole_prompts:
-            del deployment["whole_prompts"]  # as before there was such a choice
+            del deployment["whole_prompts"]  # as before this choice existed
         return {"layer_types": types, **deployment}
 
     @classmethod
@@ -76,7 +76,7 @@ class LayersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StillConfig(LayersConfig, HybridSettings, BlockSettings):
-    """Of a softmax model whose layers became hybrid, or another mixer's: with the settings of those that have some."""
+    """The configuration of a softmax model whose layers became hybrid, or another mixer's, with the settings of both."""
 
     def __post_init__(self) -> None:
         LayersConfig.__post_init__(self)
@@ -93,7 +93,7 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         if (factors := values.get("window_factors")) is not None:
             values["window_factors"] = [list(row) for row in factors]
         if values.get("salient_by_layer", ()) is None:
-            del values["salient_by_layer"]  # as before there was such a choice
+            del values["salient_by_layer"]  # as before this choice existed
         elif "salient_by_layer" in values:
             values["salient_by_layer"] = list(values["salient_by_layer"])
         if "reuse" in values:

@@ -1,4 +1,4 @@
-"""Layers whose states have a fixed size: their cache, and how a module reads and writes it."""
+"""Layers with states of fixed size: their cache, and how a module reads and writes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class FixedStates(StillCacheLayer):
-    """The states of one layer's ops that do not grow."""
+    """The fixed-size states of one layer's ops."""
 
     def __init__(self, ops: Sequence[LayerOp]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class FixedStates(StillCacheLayer):
         self.tensors = {name: stay(x) for name, x in zero_states(self.ops, batch, dtype, device).items()}
 
     def store(self, states: Mapping[str, Tensor]) -> None:
-        """Keep the states after the call."""
+        """Store the states after the call."""
         if self.fixed:
             for name, tensor in states.items():
                 refill(self.tensors[name], tensor)
@@ -62,12 +62,12 @@ class FixedStates(StillCacheLayer):
 
 
 def fixed_states(ops: Sequence[LayerOp]) -> dict[str, tuple[StateSpec, LayerOp]]:
-    """The states of `ops` that do not grow, by name, and whose they are."""
+    """The fixed-size states of `ops`, by name, with their ops."""
     return {s.name: (s, op) for op in ops for s in op.spec.states_with(op.attributes) if s.growth is None}
 
 
 def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """States by name of `batch` sequences that have seen nothing; those that are always float32 are float64 for float64 activations."""
+    """Zero states of `batch` sequences by name; states that are always float32 are float64 for float64 activations."""
     wide = torch.promote_types(dtype, torch.float32)
     return {
         name: torch.zeros(
@@ -90,7 +90,7 @@ def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) 
 
 
 def demand_silu(base: nn.Module) -> None:
-    """Raise UnsupportedModelError where the convolutions of a family's module have another activation."""
+    """Raise UnsupportedModelError if a family's convolutions do not use silu."""
     if base.activation != "silu":
         raise UnsupportedModelError(
             f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
@@ -99,7 +99,7 @@ def demand_silu(base: nn.Module) -> None:
 
 
 def sizes_of(config: Any, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Sizes of a layer: of the fields that families have for each, the first that `config` has."""
+    """Sizes of a layer; each is the first of the families' field names that `config` has."""
     return {
         what: int(next(value for name in own if (value := getattr(config, name, None)) is not None))
         for what, own in names.items()
@@ -109,8 +109,7 @@ def sizes_of(config: Any, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
 def states_of(
     cache: Any, index: int, ops: Sequence[LayerOp], hidden: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
-    """What layer `index`, of the ops `ops`, continues from: states, new tokens [B], and where `store` goes; without a cache empty states
-    and every token of `hidden`.
+    """States of layer `index`, new tokens [B], and the cache layer to store into; without a cache, zero states and all of `hidden`.
 
     Raises:
         UnsupportedError: `cache` is none of a STILL model.
@@ -128,60 +127,59 @@ def states_of(
     return layer.take(hidden.dtype, hidden.device), layer.new_tokens, layer
 
 
-class BesideFixedStates(KernelStateLayer[State]):
-    """Goes before a cache layer with one state: a layer of two mixers, of which the other keeps states of fixed size, `beside`.
+class WithFixedStates(KernelStateLayer[State]):
+    """Mixed in before a cache layer with one state, for a layer of two mixers: `second_mixer` has the other's fixed-size states.
 
     Args:
         own: What the cache layer itself is made of.
     """
 
     def __init__(self, ops: Sequence[LayerOp], *own: Any) -> None:
-        self.beside = FixedStates(ops)
+        self.second_mixer = FixedStates(ops)
         super().__init__(*own)
 
     @property
     def progress(self) -> Progress:
-        return self.beside.progress
+        return self.second_mixer.progress
 
     @progress.setter
     def progress(self, progress: Progress) -> None:
-        self.beside.progress = progress
+        self.second_mixer.progress = progress
 
     @property
     def fixed(self) -> bool:
-        return self.beside.fixed
+        return self.second_mixer.fixed
 
     @fixed.setter
     def fixed(self, fixed: bool) -> None:
-        self.beside.fixed = fixed
+        self.second_mixer.fixed = fixed
 
     def part(self, kind: type[LayerT]) -> LayerT | None:
-        return super().part(kind) or self.beside.part(kind)
+        return super().part(kind) or self.second_mixer.part(kind)
 
     def allocate(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         super().allocate(batch, tokens, dtype, device)
-        self.beside.allocate(batch, tokens, dtype, device)
+        self.second_mixer.allocate(batch, tokens, dtype, device)
 
     def states(self) -> dict[str, Tensor]:
-        return self.beside.states() | super().states()
+        return self.second_mixer.states() | super().states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        others = fixed_states(self.beside.ops)
+        others = fixed_states(self.second_mixer.ops)
         super().load({name: x for name, x in states.items() if name not in others})
-        self.beside.load({name: x for name, x in states.items() if name in others})
+        self.second_mixer.load({name: x for name, x in states.items() if name in others})
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         super().map_rows(change)
-        self.beside.map_rows(change)
+        self.second_mixer.map_rows(change)
 
     def reset(self) -> None:
         super().reset()
-        self.beside.reset()
+        self.second_mixer.reset()
 
 
 class FixedStateModule(nn.Module):
-    """A module in the place of a family's one, whose ops have states of fixed size; its submodules and parameters are the family's own.
-    Attention masks are not used: the cache knows the sequences' new tokens."""
+    """A module that replaces a family's, with fixed-size states; submodules and parameters are the family's."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__()

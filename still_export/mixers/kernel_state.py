@@ -1,4 +1,4 @@
-"""The cache layer of a mixer whose kernels write its state in place, and take a decode step's launches as laid out before."""
+"""A cache layer whose kernels write the state in place and reuse a decode step's prepared launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = TypeVar("State", bound=Any)
 
 
 class KernelStateLayer(StillCacheLayer, Generic[State]):
-    """The state of one layer; its own length is that before some earlier call.
+    """The state of one layer; its own length may be that before an earlier call.
 
     `owned`: nobody else has the state's tensors, so a call may write into them; a copy per token would cost more than the step that
     needs it.
@@ -35,18 +35,18 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
 
     @abstractmethod
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> State:
-        """A state that has seen nothing, for calls whose columns are `columns` together."""
+        """An empty state for calls with `columns` columns in all."""
 
     @abstractmethod
     def grown(self, state: State, columns: int) -> State:
-        """`state`, or one with room for so many columns."""
+        """`state`, or a copy with room for `columns` columns."""
 
     @abstractmethod
     def bind(self, inputs: Any, state: State) -> Bound | None:
-        """What runs decode steps like the one with `inputs` on `state`; None where nothing does."""
+        """A prepared decode step like the one with `inputs` on `state`; None: not available."""
 
     def make_room(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Have a state with room for the tokens of the announced call."""
+        """Make room in the state for the tokens of the announced call."""
         if self.fixed:
             return
         if self.state is None:
@@ -70,7 +70,7 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
         self.owned = True
 
     def decode_step(self, inputs: Any) -> Bound | None:
-        """What runs a decode step like this one on the state in place; None where nothing does."""
+        """A prepared decode step on the state in place; None: not available."""
         query: Tensor = inputs.query
         self.make_room(query.dtype, query.device)
         if self._step is None or self._step.dtype != query.dtype:
@@ -84,7 +84,7 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
         self.state = state
 
     def _set(self, state: State) -> None:
-        """Keep a state, or in a static cache what it says."""
+        """Store a state; in a static cache, copy its values."""
         if self.fixed:
             for name, tensor in self._tensors().items():
                 refill(tensor, getattr(state, name))
@@ -119,4 +119,4 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
             self.state = self._step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_step": None}  # of the tensors' addresses, which a copy does not share
+        return {**vars(self), "_step": None}  # of tensor addresses, which a copy does not share

@@ -1,4 +1,4 @@
-"""Words that all mixers share: names of layers, the size of a head, and what a deployment chooses for any of them."""
+"""Shared by all mixers: names of layers, head size, deployment choices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SELECTED = "selected_blocks"
 """Names of layers; still_export.mixers.registry has all."""
 
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40
-"""What no model has: beyond, a damaged number takes the machine's memory before a check of shapes can name it."""
+"""Limits far above any model: a damaged number beyond would exhaust memory before a shape check could name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What who runs a model chooses for its states: no training fixes it, and every mixer reads it.
+    """Choices for running a model that training does not fix; every mixer reads them.
 
     Args:
         capacity_tokens: T_max, tokens that the states are meant to hold; None = the family's max_position_embeddings.
@@ -44,7 +44,7 @@ class Deployment:
 
     @property
     def bounded(self) -> bool:
-        """More tokens than the capacity are refused; otherwise the salient cache folds."""
+        """Whether tokens beyond the capacity are refused; otherwise the salient cache folds."""
         return self.overflow == "error"
 
     def capacity(self, family: Any) -> int:
@@ -54,7 +54,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Linearizer:
-    """What softmax layers become in a linearization.
+    """The layer that softmax layers become in a linearization.
 
     Args:
         name: The recipe's mixer.
@@ -70,19 +70,19 @@ class Linearizer:
 
 
 class Found(Protocol):
-    """What a Finder found of a model's layers."""
+    """The result of a Finder."""
 
     def fields(self) -> dict[str, Any]:
-        """Of a STILL configuration."""
+        """Fields for a STILL configuration."""
 
     def lines(self) -> list[str]:
-        """In words, a line a layer."""
+        """One line a layer, in words."""
 
     def write(self, path: Path) -> None:
         """Write the file that `read` of the Finder reads."""
 
     def check(self, path: str, base: str) -> None:
-        """Raise ConfigError where it was found of other weights than those of the digest `base`, in the file `path`."""
+        """Raise ConfigError if the result in the file `path` belongs to weights with another digest than `base`."""
 
 
 @dataclass(frozen=True)

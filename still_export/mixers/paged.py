@@ -1,4 +1,4 @@
-"""What an engine that serves many requests asks of a layer: its pages, and one rank's heads over packed tokens."""
+"""The interface of a layer for a serving engine: its pages, and one rank's heads over packed tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_kernels.packing import PagedStates
 
 
 class Pages(Protocol):
-    """Pages of one size that hold a layer's states of a request; the request has more of them as it grows."""
+    """Pages of one size with a layer's states of a request, which gets more pages as it grows."""
 
     @property
     def size_bytes(self) -> int:
@@ -22,23 +22,23 @@ class Pages(Protocol):
 
     @property
     def columns(self) -> int:
-        """Pages of a request at most."""
+        """Most pages of a request."""
 
     def after(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens."""
 
     def changing(self, tokens: int) -> Sequence[int]:
-        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+        """Columns of a request's pages that later tokens will still write, after `tokens` tokens."""
 
     def padded(self, size_bytes: int) -> Self:
-        """The same in pages of an engine that made them larger."""
+        """The same pages, enlarged by the engine."""
 
     def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class PagedProjection:
-    """A linear layer of the hidden states beside those of queries, keys and values, for an engine that has parallel ones.
+    """A linear layer of the hidden states besides query, key and value, for an engine with parallel layers.
 
     size: Channels per query head.
     bias: It has one.
@@ -51,12 +51,12 @@ class PagedProjection:
 
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Queries and keys [.., heads, D] to what they are after RoPE, in the type that they have."""
+"""Applies RoPE to queries and keys [.., heads, D], keeping their type."""
 
 
 @dataclass(frozen=True)
 class PagedTokens:
-    """Packed tokens of a call as one rank of a layer gets them.
+    """Packed tokens of a call for one rank of a layer.
 
     heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
     projected: By the names of the layer's `projections`, [tokens, H * size].
@@ -77,37 +77,37 @@ class PagedLayer(Protocol):
     """
 
     projections: Mapping[str, PagedProjection]
-    """By the names of their parameters."""
+    """Further projections, by parameter name."""
 
     head_weights: Mapping[str, tuple[int, ...]]
-    """Shapes of further parameters, of all ranks; the first dimension is query heads, or 1 where heads share them."""
+    """Shapes of further parameters over all ranks; the first dimension is query heads, or 1 if heads share them."""
 
     names: tuple[str, ...]
-    """Of the tensors that `inputs` makes."""
+    """Names of the tensors that `inputs` returns."""
 
     linear_states: tuple[torch.dtype, ...] = (torch.float32,)
-    """Types that the linear state may be kept in."""
+    """Supported types of the linear state."""
 
     codes: bool = False
-    """Its pages hold keys and values in 8 bits where the model's cache is int8."""
+    """Whether its pages store keys and values in 8 bits if the model's cache is int8."""
 
     window: int = 0
-    """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
+    """Window of an additional softmax attention by the engine, in tokens including the current one; 0: none."""
 
-    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
-        """What `attend` takes, each [tokens, ...]."""
+    def inputs(self, packed: PagedTokens) -> dict[str, Tensor]:
+        """Arguments of `attend`, each [tokens, ...]."""
 
-    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
-        """What goes to the layer's last projection, [tokens, H, D], of the `output` of `attend` and of the engine's own attention."""
+    def result(self, output: Tensor, window: Tensor | None, packed: PagedTokens) -> Tensor:
+        """Input of the layer's last projection, [tokens, H, D], from the outputs of `attend` and of the engine's attention."""
         return output
 
     def refusals(self, dtype: torch.dtype) -> list[str]:
-        """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
+        """Reasons why no CUDA kernel covers the layer, one line per property; empty if one does."""
 
     def pages(
         self, tokens: int, capacity_tokens: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
     ) -> Pages:
-        """How the states of a request of at most `tokens` tokens lie in pages.
+        """The page layout for requests of at most `tokens` tokens.
 
         Args:
             capacity_tokens: What the model's states are meant to hold.

@@ -1,4 +1,4 @@
-"""What attention modules share: the projections of the module that they replace, norms, rotary positions."""
+"""Shared by attention modules: the replaced module's projections, norms, rotary positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.mixers.roles import PROJECTION
 
 
 class Carried:
-    """What layers of a call give later ones beside hidden states, by number of the giver. A tracer looks into no such object."""
+    """Values that layers pass to later ones besides hidden states, by index of the source layer. Tracers do not look into it."""
 
     def __init__(self) -> None:
         self.values: dict[int, Tensor] = {}
@@ -30,12 +30,12 @@ class ProjectedAttention(nn.Module):
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
         ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION
     )
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+    """Roles of parameters that are matrices, by name (mixers/roles.py)."""
     fresh: ClassVar[tuple[str, ...]] = ()
-    """How names of parameters begin that a base model's attention does not have."""
+    """Prefixes of parameters that a base model's attention lacks."""
     _carried: Carried
     cache: str | None = None
-    """Type that keys and values are kept in; None: their own."""
+    """Type of cached keys and values; None: the activations'."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__()
@@ -55,16 +55,18 @@ class ProjectedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens, and without a
-        cache right padding comes after every real token."""
+        """The call of a transformers decoder layer.
+
+        `attention_mask` is not used: the cache knows the number of new tokens, and without a cache padding comes after all real tokens.
+        """
         return self.mix(hidden_states, position_embeddings, past_key_values), None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """What the layer adds to its hidden states [B, T, channels]; the arguments: see `forward`."""
+        """The layer's contribution to its hidden states [B, T, channels]; the arguments: see `forward`."""
         raise NotImplementedError
 
     def project_out(self, output: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer adds, of its heads' output [B, T, H, D] and of what it read [B, T, channels]."""
+        """The layer's contribution, from its heads' output [B, T, H, D] and its input [B, T, channels]."""
         return self.o_proj(output.flatten(2))
 
     def project_heads(
@@ -75,7 +77,7 @@ class ProjectedAttention(nn.Module):
         return *self.turned(query, key, position_embeddings), value
 
     def heads(self, hidden: Tensor, projections: Sequence[nn.Module] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same before RoPE, by others than its own `projections` where some are given."""
+        """Like `qkv` before RoPE; `projections` replace the module's own."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         used = (self.q_proj, self.k_proj, self.v_proj) if projections is None else projections
         query, key, value = (proj(hidden).view(shape) for proj in used)
@@ -86,7 +88,7 @@ class ProjectedAttention(nn.Module):
     def turned(
         self, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Query and key [B, T, heads, D] after RoPE, where the layer has positions."""
+        """Query and key [B, T, heads, D] after RoPE, if the layer has positions."""
         if not self.use_rope:
             return query, key
         if position_embeddings is None:
@@ -95,28 +97,28 @@ class ProjectedAttention(nn.Module):
             )
         cos, sin = (x[:, :, None] for x in position_embeddings)
         if query.shape[1] == 1 and not torch.compiler.is_compiling():
-            # What a single token costs are launches: one for both instead of one each.
+            # A single token costs launches: one for both instead of one each.
             query, key = rotate(torch.cat((query, key), dim=2), cos, sin).split((query.shape[2], key.shape[2]), dim=2)
             return query, key
         return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def fresh_names(self) -> list[str]:
-        """Parameters that a base model's attention does not have, by name."""
+        """Names of parameters that a base model's attention lacks."""
         return [name for name, _ in self.named_parameters() if name.startswith(self.fresh)]
 
     def initial(self, name: str) -> Tensor:
-        """What the parameter `name`, one of `fresh_names`, is in an untrained layer."""
+        """Initial value of the parameter `name`, one of `fresh_names`."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Start so that the untrained layer is usable."""
+        """Initialize, so that the untrained layer is usable."""
         for name in self.fresh_names():
             if not (parameter := self.get_parameter(name)).is_meta:
                 init.copy_(parameter, self.initial(name))
 
 
 UNIT_EPSILON = 1e-6
-"""Under the root of a query's or key's length, as transformers has it."""
+"""Added under the root of a query's or key's length, as in transformers."""
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -124,12 +126,12 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, groups: int, heads: int) -> Tensor:
-    """[B, T, groups * D] with every group as often as `heads` share it, [B, T, heads * D]."""
+    """Repeat every group of [B, T, groups * D] for the heads that share it: [B, T, heads * D]."""
     return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=2).flatten(2)
 
 
-def wants_gradients(x: Tensor) -> bool:
-    """Whether operations on `x` are to be differentiated."""
+def needs_gradients(x: Tensor) -> bool:
+    """Whether operations on `x` need gradients."""
     return torch.is_grad_enabled() and x.requires_grad
 
 
@@ -143,7 +145,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
+    """Query and key [B, T, heads, D] rotated by their positions, if the model has any."""
     if position_embeddings is None:
         return query, key
     cos, sin = (x[:, :, None] for x in position_embeddings)  # float32 in OLMo-Hybrid, whatever the model's type

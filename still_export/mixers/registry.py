@@ -1,4 +1,4 @@
-"""The mixers by the name that `layer_types` has for them. One line an op, and those of systems; no generic room names one."""
+"""The mixers by their names in `layer_types`, with those of systems; generic rooms name none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 
 
 class FeedForwardMixer(FixedStatesMixer):
-    """Layers of type "feed_forward": the family's block stays where it is."""
+    """Layers of type "feed_forward": the family's block is not replaced."""
 
     name = "feed_forward"
 

@@ -1,10 +1,10 @@
-"""What a weight does in a model: the names that modules give their parameters' roles, and policies speak of."""
+"""Roles of weights, which modules give their parameters and policies refer to."""
 
 PROJECTION = "projection"
 """Query, key, value and output of attention."""
 FEED_FORWARD = "feed_forward"
 GATE = "gate"
-"""What decides how much of something passes: of the linear terms, of an output, of a state."""
+"""Controls how much passes: of linear terms, of an output, of a state."""
 FEATURE_MAP = "feature_map"
 ROUTER = "router"
 """Chooses experts."""

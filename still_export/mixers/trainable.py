@@ -1,4 +1,4 @@
-"""Layers that can be teacher and student: what the generic linearization asks of them, and what their modules share."""
+"""Trainable layers: the interface that linearization uses, and what their modules share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Trainable(Protocol):
 
 
 class TrainableModule(ProjectedAttention):
-    """Goes before a module of linear attention in the place of softmax; the teacher is its base model's projections without LoRA."""
+    """Mixed in before a module of linear attention that replaces softmax; the teacher is the base's projections without LoRA."""
 
     mode: str = STUDENT
     save_memory: bool = False
@@ -51,7 +51,7 @@ class TrainableModule(ProjectedAttention):
     selection: Tensor | None = None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """Like the module; a call with a cache is the student always."""
+        """Like the module; a call with a cache always runs the student."""
 
         def student() -> Tensor:
             return super(TrainableModule, self).mix(hidden, position_embeddings, past_key_values)
@@ -71,13 +71,13 @@ class TrainableModule(ProjectedAttention):
 
 
 def without_lora(projection: nn.Module) -> nn.Module:
-    """The projection that LoRA was put around; itself where there is none."""
+    """The projection inside a LoRA wrapper, or the projection itself."""
     return getattr(projection, "base_layer", projection)
 
 
 @contextlib.contextmanager
 def attention_mode(modules: Sequence[Trainable], mode: str) -> Iterator[None]:
-    """Every module computes `mode` inside the block."""
+    """Inside the block, every module computes `mode`."""
     before = [module.mode for module in modules]
     for module in modules:
         module.mode = mode
@@ -89,11 +89,11 @@ def attention_mode(modules: Sequence[Trainable], mode: str) -> Iterator[None]:
 
 
 FUSED = ("RMSNorm", "MLP")
-"""How the names of classes end whose modules work on each token alone, in a few linear layers with much elementwise work around them."""
+"""Suffixes of module classes that process each token separately: a few linear layers with much elementwise work."""
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> None:
-    """On CUDA, compile norms, MLPs and output projections with LoRA where they stand: eager, they were a third of a step of stage 2.
+    """On CUDA, compile norms, MLPs and output projections with LoRA in place: eager, they took a third of a step of stage 2.
 
     One layer's compiled code is every other's too.
     """

@@ -25,29 +25,29 @@ from still_export.models.families.softmax_families import Family
 from still_export.models.read.weights import Weight, Weights
 
 PREFIX = "mtp."
-"""Of the names of a head's own weights and nodes beside the model's."""
+"""Prefix of a head's own weights and nodes."""
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-"""Weights of a head that are the model's."""
+"""Weights that a head shares with the model."""
 _PARTS = {
     **dict.fromkeys(("fc", "eh_proj"), "fc"),
     **dict.fromkeys(("pre_fc_norm_embedding", "enorm"), "embedding_norm"),
     **dict.fromkeys(("pre_fc_norm_hidden", "hnorm"), "hidden_norm"),
     "final_layernorm": "model.norm",
 }
-"""What lies around a head's layers, by published names that lie beside the layers or in one of them."""
+"""Parts around a head's layers, by their published names."""
 _NAME = re.compile(r"(?:.*\b)?mtp\.(.*)|model\.(layers\.(\d{1,6})\..*)")
 _PART = re.compile(rf"(?:layers\.\d+\.)?({'|'.join(_PARTS)})\.(.*)")
 _AGAIN = re.compile(r"(?:layers\.\d+\.)?(?:shared_head\.|embed_tokens\.|word_embeddings\.|lm_head\.)")
-"""The model's embedding and head once more."""
+"""Names under which heads repeat the model's embedding and output head."""
 
 
 def weight_name(name: str, head: bool = True) -> str:
-    """A weight of a head beside those of its model, where it is a `head`."""
+    """Name of a model's weight in the joint graph; prefixed for a `head`."""
     return f"{PREFIX}{name}" if head and name not in SHARED else name
 
 
 class AheadMixin:
-    """Goes before a family's STILL class, whose layers are the head's."""
+    """Mixed into a family's STILL class, whose layers are the head's."""
 
     config: Any
     model: Any
@@ -59,7 +59,7 @@ class AheadMixin:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def decode(self, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **kwargs: Any) -> Any:
-        """Like StillModelMixin. `hidden` [B, T, channels]: of each token, what the model had made of the one before it."""
+        """Like StillModelMixin. `hidden` [B, T, channels]: for each token, the model's hidden vector of the one before."""
         tokens = self.embedding_norm(self.model.embed_tokens(input_ids))
         given = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
         return super().decode(positions, cache, inputs_embeds=given, **kwargs)  # type: ignore[misc]
@@ -67,13 +67,13 @@ class AheadMixin:
 
 @cache
 def ahead_family(family: Family) -> Family:
-    """The family of the heads of `family`."""
+    """The family of heads for `family`."""
     name = f"{family.still_model.__name__}Ahead"
     return replace(family, still_model=type(name, (AheadMixin, family.still_model), {"__module__": __name__}))
 
 
 def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json would say of the head alone; None: the model has none, or one whose definition is not covered."""
+    """config.json of the head alone; None: the model has none, or one that is not covered."""
     kind = config.model_type.removeprefix("still_")
     layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
@@ -84,7 +84,7 @@ def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | Non
         return {**values, **layers, "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
     if kind == "nemotron_h" and config.num_nextn_predict_layers == 1:
         types = list(config.mtp_layers_block_type)
-        if "linear_attention" in types:  # its state would need what the model's states need
+        if "linear_attention" in types:  # its state would depend on the model's states
             return None
         dropped = ("hybrid_override_pattern", "mtp_hybrid_override_pattern", "layers_block_type")
         kept = {name: value for name, value in values.items() if name not in dropped}
@@ -93,7 +93,7 @@ def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def ahead_tensors(tensors: Weights) -> dict[str, Weight]:
-    """A head's own tensors under the names of its model, `tensors` as they are published or behind the model's layers."""
+    """A head's own tensors under the names of its model; `tensors` are as published, or numbered after the model's layers."""
     found: dict[str, Weight] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""What every STILL model adds to its family: the configuration, the swap of attention modules, forward, generate."""
+"""What every STILL model adds to its family: configuration, replaced attention modules, forward, generate."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class StillConfigMixin:
         return {"whole_prompts": True} if self.still.deployment.whole_prompts else {}
 
     def read_still(self) -> LayersConfig:
-        """The STILL configuration that the family's one was made with; layers with a window of the family's keep it."""
+        """The STILL configuration stored in the family's; layers with a window of the family's keep it."""
         return with_windows(self, self.still)
 
     def check(self, still: LayersConfig) -> None:
-        """Raise UnsupportedModelError where the family's configuration describes layers that are not covered."""
+        """Raise UnsupportedModelError if the family's configuration has layers that are not covered."""
         check_family_config(self, still)
 
     @property
     def still(self) -> Any:
-        """The STILL configuration, a `stored`."""
+        """The STILL configuration, typed as `stored`."""
         return self.stored.from_dict(self.still_config or {})
 
 
 class StillModelMixin:
-    """Goes before a family's `...ForCausalLM`: hybrid layers, tensor-only cache, batches padded on either side."""
+    """Mixed in before a family's `...ForCausalLM`: hybrid layers, tensor-only cache, batches padded on either side."""
 
     config: Any
     model: Any
@@ -70,7 +70,7 @@ class StillModelMixin:
         self.swap_mixers()
 
     def swap_mixers(self) -> None:
-        """Replace the attention module of every layer by its mixer's, in place.
+        """Replace every layer's attention module by its mixer's, in place.
 
         Raises:
             UnsupportedModelError: A module has parts that the mixer has no place for.
@@ -133,7 +133,7 @@ class StillModelMixin:
             new_tokens, columns = progress.every(tokens), None
         else:
             new_tokens, columns = new_tokens_of_mask(attention_mask, batch, tokens, length)
-        if columns is not None:  # chunks are counted from a sequence's first token: padding goes to the right
+        if columns is not None:  # chunks are counted from a sequence's first token: padding moves to the right
             input_ids, inputs_embeds, position_ids = (
                 None if each is None else _columns(each, columns) for each in (input_ids, inputs_embeds, position_ids)
             )
@@ -174,7 +174,7 @@ class StillModelMixin:
         )
 
     def decode(self, positions: Tensor, cache: StillCache | None, **kwargs: Any) -> Any:
-        """The family's own base model on tokens (`input_ids` or `inputs_embeds`) at `positions` [B, T]; `cache` was told of them."""
+        """Run the family's base model on `input_ids` or `inputs_embeds` at `positions` [B, T]; `cache` already counts these tokens."""
         return self.model(
             attention_mask=no_mask(self.config, self.model.embed_tokens.weight),
             position_ids=positions,
@@ -184,7 +184,7 @@ class StillModelMixin:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the base model's last hidden states."""
+        """Logits of the base model's last hidden states."""
         return self.lm_head(hidden)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class StillModelMixin:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
-        """The hook of transformers' `generate` that puts a cache among the model's arguments."""
+        """transformers' hook of `generate` that adds a cache to the model's arguments."""
         cache = model_kwargs.get(CACHE)
         if cache is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = self._new_cache(generation_config, batch_size, max_cache_length)
@@ -233,7 +233,7 @@ class StillModelMixin:
         )
 
     def _new_cache(self, generation: Any, batch: int, tokens: int) -> StillCache:
-        """What a call of `generate` for `batch` prompts starts with."""
+        """The cache for a call of `generate` with `batch` prompts."""
         kind = generation.cache_implementation
         if kind in (None, "dynamic"):
             return StillCache.empty(self.config)
@@ -244,7 +244,7 @@ class StillModelMixin:
                 "prefill_chunk_size with a static cache would compile the prompt too; leave it out: long calls are cut inside the "
                 "attention anyway."
             )
-        # Never smaller than before, as transformers has it: compiled steps would be compiled again.
+        # Never smaller than before, as in transformers: compiled steps would be compiled again.
         tokens = max(tokens, generation.max_cache_len or 0, getattr(self, "_most_cached", 0))
         sequences = batch * max(generation.num_beams, generation.num_return_sequences)
         cache = StillCache.static(self.config, sequences, tokens, self.dtype, self.device)  # type: ignore[attr-defined]
@@ -253,12 +253,12 @@ class StillModelMixin:
 
     @staticmethod
     def create_masks_for_generate(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The mask as it is: transformers would make one of the whole static cache, and the cache knows its sequences' lengths."""
+        """Returns the mask unchanged: transformers would expand it to the whole static cache, but the cache knows sequence lengths."""
         return attention_mask
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leaves position_ids out: transformers continues sequences after their padding, the cache after its tokens. Leaves the mask of
-        a decode step out: each sequence brings one token, and to look would make the host wait."""
+        """Drops position_ids (transformers continues after the padding, the cache after the tokens) and a decode step's mask: each
+        sequence has one new token, and reading the mask would synchronize with the GPU."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
         ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)
@@ -269,7 +269,7 @@ class StillModelMixin:
 
 @contextlib.contextmanager
 def _without_left_padding_advice() -> Iterator[None]:
-    """Silence transformers' advice to pad on the left: with STILL models both sides give the same tokens."""
+    """Silence transformers' advice to pad on the left: STILL models give the same tokens for either side."""
     logger = logging.getLogger("transformers.generation.utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -315,7 +315,7 @@ def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) ->
 
 
 def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    """`x` [B, T, ...] with each sequence's columns in the order `columns` [B, T]; sequences that all share (B = 1) are repeated."""
+    """`x` [B, T, ...] with columns permuted by `columns` [B, T]; B = 1 is broadcast."""
     x = x.expand(len(columns), *x.shape[1:])
     return x.gather(1, columns.reshape(*columns.shape, *[1] * (x.dim() - 2)).expand(*columns.shape, *x.shape[2:]))
 
@@ -329,14 +329,14 @@ def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
         return hidden[:, keep]
     if keep == 0:
         return hidden
-    # A product, as TensorRT 8.6 may not negate integers; of one number, which ONNX Runtime computes on the CPU and copies to no GPU.
+    # A product, because TensorRT 8.6 cannot negate integers; a scalar, which ONNX Runtime computes on the CPU.
     index = (new_tokens[:, None] + torch.arange(keep * -1, 0, device=hidden.device)).clamp_min(0)  # [B, keep]
     return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
 
 
 def no_mask(config: Any, like: Tensor) -> Tensor | dict[str, Tensor]:
-    """A placeholder that keeps the family's base model from making a mask: the attention modules know the sequences' lengths."""
+    """A placeholder mask, so that the family's base model makes none: attention modules know the sequence lengths."""
     mask = like.new_zeros(1, 1, 1, 1)
     types = getattr(config, "layer_types", None)
-    # Layers of two kinds at once ask for the masks of both.
+    # Layers of two kinds need masks of both.
     return mask if types is None else dict.fromkeys((*types, "full_attention", "linear_attention"), mask)

@@ -27,15 +27,15 @@ SINGLE = ("bos_token_id", "pad_token_id")
 
 
 class PublishedGeneration(GenerationConfig):
-    """Settings that transformers reads with a warning, such as a temperature without do_sample, are also saved with one, not refused."""
+    """Settings that transformers reads with a warning, such as a temperature without do_sample, can also be saved."""
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """Like transformers, which is strict where it saves."""
+        """Like transformers, but not strict when saving."""
         super().validate(False, user_set_attributes)
 
 
 def read_generation(values: Mapping[str, Any]) -> GenerationConfig:
-    """The settings of generation_config.json; of beginnings and paddings that are lists, the first.
+    """Settings of generation_config.json; of lists of start or padding tokens, the first.
 
     Raises:
         ValueError, TypeError, AttributeError, KeyError: transformers does not read them.
@@ -63,7 +63,7 @@ def family_of(model_type: str) -> Family:
 
 
 def still_family_config(family: Family, values: Mapping[str, Any], still: LayersConfig) -> Any:
-    """The STILL configuration of `family` from a plain one's values.
+    """The STILL configuration of `family` from a plain configuration's values.
 
     Raises:
         UnsupportedModelError: The attention is a variant that is not covered.
@@ -111,7 +111,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     weights = stacked_experts(weights)
     dtype = next(iter(weights.values())).dtype
     numbers = {int(match[1]) for name in weights if (match := _LAYER.match(name))}
-    if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made
+    if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before that many tensors are made
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
             "The configuration and the weights belong to different models. Fetch the model again."
@@ -150,7 +150,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
 
 
 def _without_values(family: Family, config: Any) -> Any:
-    """A model whose parameters have shapes alone; what they would start with is not computed."""
+    """A model whose parameters have shapes but no values or initialization."""
     with torch.device("meta"), no_init_weights():
         model = family.still_model(config)
     model.tie_weights()
@@ -162,7 +162,7 @@ def _same(a: Weight, b: Weight) -> bool:
 
 
 def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A model that holds exactly `tensors`, not copied.
+    """A model with exactly these `tensors`, not copied.
 
     Args:
         tensors: Every parameter by name; see `complete_weights`.
@@ -171,7 +171,7 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))
-    # Its frequencies are no part of a checkpoint. Families without positions have none.
+    # Frequencies are not in a checkpoint. Families without positions have none.
     for name in ("rotary_emb", "pos_emb"):
         if (rotary := getattr(model.model, name, None)) is not None:
             setattr(model.model, name, type(rotary)(config).to(device))

@@ -1,4 +1,4 @@
-"""What a STILL model is, as manifests say it: ops, sizes, layers, states."""
+"""A STILL model in the manifest's terms: ops, sizes, layers, states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from still_export.mixers.registry import mixer_of
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """The entries of a manifest that follow from the model alone; of `model`, all but what an export decides."""
+    """The manifest's entries that follow from the model alone."""
     config, still = model.config, model.config.still
     layer_types = [still.layer_type(i) for i in range(config.num_hidden_layers)]
     used = [op.spec for i in range(config.num_hidden_layers) for op in mixer_of(config, i).ops(config, i)]
@@ -36,5 +36,5 @@ def describe_model(model: Any) -> dict[str, Any]:
         "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
         "states": [state.to_dict() for state in states],
         **({"feeding": feeding} if (feeding := getattr(config, "feeding", None)) else {}),
-        "eos_token_ids": [end for end in ends if end >= 0],  # a negative one stands for none
+        "eos_token_ids": [end for end in ends if end >= 0],  # a negative id means none
     }

@@ -1,4 +1,4 @@
-"""The kinds of checkpoints that models are read from, in one table: how each is recognised, and what configures its layers."""
+"""The kinds of checkpoints, in one table: how each is recognised, and how its layers are configured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> int:
-        """num_hidden_layers, which checkpoints of other projects must say."""
+        """num_hidden_layers; required in checkpoints of other projects."""
         if self.config.get("num_hidden_layers") is None:
             raise CheckpointError(f"config.json of {self.source} has no num_hidden_layers. Fetch the model again.")
         return int(self.config["num_hidden_layers"])
@@ -50,14 +50,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user chose beside the files: untrained STILL attention, and its configuration."""
+class UserChoice:
+    """The user's choices: whether to attach untrained STILL attention, and its configuration."""
 
     attach_untrained: bool
     still_config: StillConfig | None
 
     def refuse_config(self, what: str) -> None:
-        """Raise ConfigError where a configuration was chosen for what was trained with its own."""
+        """Raise ConfigError if a configuration was given for a checkpoint trained with its own."""
         if self.still_config is not None:
             raise ConfigError(
                 f"{what} has a configuration of its own, which fixes what was trained (chunk size, salient tokens, scope, maps). Leave out "
@@ -77,12 +77,12 @@ class Kind:
 
     name: str
     recognises: Callable[[Checkpoint], bool]
-    configure: Callable[[Checkpoint, Wanted], LayersConfig]
+    configure: Callable[[Checkpoint, UserChoice], LayersConfig]
     linearized: bool = False
     fresh: bool = False
 
 
-def _still(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _still(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     wanted.refuse_config(f"{found.source} is a STILL model")
     if not isinstance(found.config.get("still_config"), dict):
         raise ConfigError(
@@ -91,7 +91,7 @@ def _still(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return StillConfig.from_dict(found.config["still_config"], f"config.json of {found.source}: still_config")
 
 
-def _released(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _released(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if found.model_type == "still":
         found.model_type = convert.released_family(found.config, found.tensors)
     found.tensors = convert.convert_released(found.tensors)
@@ -100,13 +100,13 @@ def _released(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return replace(still, layer_types=types) if still.layer_types is None and types is not None else still
 
 
-def _lolcats(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _lolcats(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     family_of(found.model_type)
     found.tensors, still = convert.convert_lolcats(found.tensors, wanted.still_config, found.layers)
     return still
 
 
-def _linear(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _linear(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if wanted.attach_untrained or wanted.still_config is not None or found.still is not None:
         raise ConfigError(
             f"{found.source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
@@ -116,7 +116,7 @@ def _linear(found: Checkpoint, wanted: Wanted) -> LayersConfig:
     return LayersConfig()
 
 
-def _softmax(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+def _softmax(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
     if not wanted.attach_untrained and found.still is None:
         what = f"{found.source} is a plain softmax {found.model_type} model"
         if found.overlays:

@@ -1,5 +1,4 @@
-"""Opening a model: the files of a Hugging Face folder, hub id or GGUF file are read, their kind configures the layers (kinds.py), and the
-model is built."""
+"""Open a model: read a Hugging Face folder, hub id or GGUF file, configure the layers by its kind (kinds.py), build the model."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from still_export.models.families.linear_names import language_model
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
 from still_export.models.gguf import read_gguf, read_tokenizer
-from still_export.models.kinds import Checkpoint, Wanted, kind_of
+from still_export.models.kinds import Checkpoint, UserChoice, kind_of
 from still_export.models.read import convert
 from still_export.models.read.checkpoint import open_tensors, read_config, stored_dtype
 from still_export.models.read.tokenizer_file import tokenizer_of
@@ -45,9 +44,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Source:
     """A STILL model before its weights are read.
 
-    `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's),
-    `others` counts what of the folder is no part of it, by what it is for; `ahead` opens what of that guesses tokens ahead (None: nothing
-    that is covered), and raises CheckpointError where it is damaged; `vision` is the encoder of images where it was asked for.
+    Attributes:
+        family, config: What it is.
+        weights: Each parameter by name; a tied one once, under the embedding's name.
+        others: Number of unused tensors, by purpose (vision, MTP head).
+        ahead: Opens the MTP head (None: none is covered); raises CheckpointError if it is damaged.
+        vision: The image encoder, if it was asked for.
     """
 
     family: Family
@@ -59,7 +61,7 @@ class Source:
     vision: Vision | None = None
 
     def left_out(self, ahead: bool = True) -> str:
-        """The others in words, "": none; without the head, where it is not `ahead` that is left out."""
+        """Unused tensors in words, "": none; `ahead`: count the MTP head."""
         kept = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
         return " and ".join(f"{count} tensors of {what}" for what, count in kept)
 
@@ -74,7 +76,7 @@ class Source:
         return self.model({name: value_of(weight) for name, weight in self.weights.items()})
 
     def outline(self) -> Any:
-        """The model with stand-ins for its weights: it can be traced and described, not run."""
+        """The model with meta weights: it can be traced and described, not run."""
         return self.model(stand_ins(self.weights))
 
 
@@ -124,7 +126,7 @@ def open_source(
             f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained, or give the softmax model that it "
             "was made of."
         )
-    still = kind.configure(found, Wanted(attach_untrained, still_config))
+    still = kind.configure(found, UserChoice(attach_untrained, still_config))
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     return _built(found, still, kind.fresh, sees)
 
@@ -132,7 +134,7 @@ def open_source(
 def _opened(
     source: str | Path, revision: str | None, overlays: Sequence[str | Path], dtype: torch.dtype | None
 ) -> Checkpoint:
-    """What the files of a model and of its overlays hold, LoRA merged."""
+    """The tensors of a model and its overlays, LoRA merged."""
     found = _read(source, revision, dtype)
     found.overlays = overlays
     for overlay in overlays:
@@ -142,7 +144,7 @@ def _opened(
 
 
 def _built(found: Checkpoint, still: LayersConfig, fresh: bool, sees: Vision | None) -> Source:
-    """The model of a checkpoint; `fresh`: STILL attention that has no tensors starts untrained."""
+    """The model of a checkpoint; `fresh`: STILL attention without tensors starts untrained."""
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     if config.tie_word_embeddings and found.own_embedding is not None:
@@ -153,7 +155,7 @@ def _built(found: Checkpoint, still: LayersConfig, fresh: bool, sees: Vision | N
         )
     try:
         weights = complete_weights(family, config, found.tensors, fresh)
-    except ConfigError as error:  # fields that each are good and do not fit each other
+    except ConfigError as error:  # fields that are valid alone but not together
         raise ConfigError(f"{found.configured or f'config.json of {found.source}'}: {error}") from error
     except (CheckpointError, UnsupportedModelError) as error:
         if not found.added:
@@ -182,7 +184,7 @@ def _shared(weights: Weights) -> dict[str, Weight]:
 def _ahead(
     family: Family, values: Mapping[str, Any], still: LayersConfig, tensors: Weights, generation: GenerationConfig
 ) -> Source:
-    """The head that guesses tokens ahead, of its own tensors and those that it shares with the model."""
+    """The MTP head, from its own tensors and those shared with the model."""
     family = ahead_family(family)
     config = still_family_config(family, values, replace(still, layer_types=None))
     try:
@@ -204,7 +206,7 @@ def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer beside a model; batches are padded on the right.
+    """The tokenizer of a model; batches are padded on the right.
 
     Raises:
         ModelNotFoundError: `source` is no model, or has no tokenizer.
@@ -218,27 +220,27 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
 
 def _folder_tokenizer(path: Path, source: str | Path) -> Any:
-    given = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
+    present = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     check_tokenizer_files(path)
     if (path / "config.json").is_file():
         read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
     try:
         tokenizer = tokenizer_of(path)
-    except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
+    except BaseException as error:  # of half a dozen libraries, one of which panics outside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())
         if (why := _config_fault(path)) == reason:
             raise CheckpointError(f"{path / 'config.json'}: transformers cannot read it: {why}") from error
-        if given:
-            lacks = "" if path / "tokenizer.json" in given else " without tokenizer.json"
+        if present:
+            lacks = "" if path / "tokenizer.json" in present else " without tokenizer.json"
             raise CheckpointError(
-                f"{', '.join(map(str, given))}{lacks}: no tokenizer that transformers can read: {reason}"
+                f"{', '.join(map(str, present))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
-    if not given and not tokenizer.encode(
+    if not present and not tokenizer.encode(
         "a word", add_special_tokens=False
-    ):  # of some families transformers makes an empty one
+    ):  # for some families transformers makes an empty one
         raise ModelNotFoundError(
             f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy them from its base."
         )
@@ -246,7 +248,7 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
 
 
 def _config_fault(folder: Path) -> str:
-    """What transformers says of config.json alone; "" where it reads it."""
+    """transformers' error for config.json alone; "" if it reads it."""
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
@@ -275,7 +277,7 @@ def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -
     sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)
     optimized = path / "hf_quant_config.json"
-    if quantized is None and optimized.is_file():  # older folders of Model Optimizer say it there alone
+    if quantized is None and optimized.is_file():  # older Model Optimizer folders have it only there
         quantized = {"quant_method": "modelopt", **read_checked(optimized, Optimizer)["quantization"]}
     known = config["model_type"]
     if known != "still":
@@ -294,7 +296,7 @@ def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -
 
 
 def _overlay(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
-    """Add the tensors of an adapter or of distilled feature maps; those that the model has are replaced."""
+    """Add the tensors of an adapter or of distilled feature maps; they replace the model's."""
     if path.is_file():
         files, adapter = [path], path.parent / "adapter_config.json"
     else:

@@ -34,7 +34,7 @@ from still_export.models.read.weights import Deferred, SourceBlocks
 
 OTHERS = "Use another form of the model: one that is read (docs/reference/files.md), float32, float16 or bfloat16, or a GGUF file."
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output of each group of eight that lies at a place of a word, the lowest four bits first."""
+"""Output of each group of eight at each place of a word, lowest four bits first."""
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """Values of e2m1 codes."""
 FP4_GROUP = 16
@@ -45,7 +45,7 @@ Parts = Mapping[str, Tensor]
 
 
 class _UnreadError(Exception):
-    """A sound form that is not read here."""
+    """A valid format that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Grouped:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """Inputs by their groups [K]; None: they are in order."""
+        """Inputs sorted by group [K]; None: already in order."""
         return None if self.of_input is None else torch.argsort(self.of_input, stable=True).numpy()
 
     def blocks(self) -> BlockWeight:
-        """The same in blocks, inputs in `order`; codes of 2 bits as those of 4."""
+        """The weight in blocks, inputs in `order`; 2-bit codes become 4-bit ones."""
         bits, codes = max(self.bits, 4), self.codes()
         if self.zero_points is None:
             codes = codes + ((1 << (bits - 1)) - (1 << (self.bits - 1)))
@@ -95,8 +95,7 @@ class Grouped:
 
 
 def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str) -> dict[str, Tensor | Deferred]:
-    """Tensors of a quantized checkpoint by the names that the model has: low-bit ones as float32 that is made when it is read, with their
-    codes where a graph can hold them; others as they are.
+    """Tensors of a quantized checkpoint by the model's names: low-bit ones as lazy float32, with codes if a graph can store them.
 
     Raises:
         CheckpointError: Tensors of a weight are missing or do not fit each other; the message names it.
@@ -107,7 +106,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
-    if (what := _beside(config)) is not None:
+    if (what := _further_processing(config)) is not None:
         raise UnsupportedError(
             f"{origin} says that its weights {what}. This form of {method} is not supported. {OTHERS}"
         )
@@ -125,7 +124,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         except _UnreadError as error:
             raise _unsupported(module, origin, method, str(error)) from error
         except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
-            if unknown:  # of another form, whose tensors have other shapes, too
+            if unknown:  # another format, with other tensor shapes
                 raise _unsupported(module, origin, method, f"{unknown}, which no form that is read has") from error
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
@@ -142,8 +141,8 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
 
 
-def _beside(config: Mapping[str, Any]) -> str | None:
-    """What was done to weights beside rounding, or is said of their form, that no tensor need show; None: nothing."""
+def _further_processing(config: Mapping[str, Any]) -> str | None:
+    """Something besides rounding that was done to weights, or declared of their format, and may not show in tensors; None: nothing."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         return f"are sparse ({sparse}, in sparsity_config), where dense ones are read"
@@ -173,7 +172,7 @@ def _deferred(shape: tuple[int, ...], read: Callable[[], Tensor], bits: int) -> 
 
 
 def _grouped(weight: Grouped) -> Deferred:
-    """Its values, with blocks where a graph can hold them."""
+    """Lazy values, with blocks if a graph can store them."""
     outputs, inputs = weight.shape
     if weight.groups < 1 or weight.groups > inputs:
         raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs")
@@ -196,23 +195,23 @@ def _check(name: str, tensor: Tensor, *shape: int) -> Tensor:
 
 
 def _of_input(parts: Parts, name: str, needed: bool, inputs: int, groups: int) -> Tensor | None:
-    """Group of each input; None: they are in order."""
+    """Group of each input; None: in order."""
     stored = parts[name] if needed else parts.get(name)
     if stored is None or not 0 < groups <= inputs:
-        return None  # of too many groups or none `_grouped` says so
+        return None  # `_grouped` reports too many groups or none
     _check("g_idx", stored, inputs)
     if int(stored.min()) < 0 or int(stored.max()) >= groups:
         raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
     named = len(torch.unique(stored))
     if not needed and groups > named == 1:
-        return None  # some writers leave it at zero; the groups are in order
+        return None  # some writers leave it at zero: groups are in order
     if named < groups:
         raise ValueError(f"g_idx names {named} of {groups} groups")
     return None if torch.equal(stored.long(), torch.arange(inputs) // (inputs // groups)) else stored
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Unsigned numbers of `bits` in int32 words [..., W], the lowest first: uint8 [..., W * 32 / bits]."""
+    """Unsigned `bits`-bit numbers in int32 words [..., W], lowest first: uint8 [..., W * 32 / bits]."""
     raw = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 8:
         return torch.from_numpy(raw.copy())
@@ -223,7 +222,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    # Layers may have bits of their own (`dynamic`), which their zero points tell.
+    # A layer may have its own number of bits (`dynamic`), which shows in its zero points.
     bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
     kind = config.get("checkpoint_format") or "gptq"
     if bits not in (2, 4, 8):
@@ -235,7 +234,7 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     size = int(config.get("group_size") or 0)
     if of_input is None and size > 0 and inputs % size and groups == -(-inputs // size):
         of_input = torch.arange(inputs, dtype=torch.int32) // size  # the last group is shorter
-    # The first format has less one for every zero point, taken from whole words: a zero point of 0 borrows from the next.
+    # The first format stores each zero point minus one, subtracted from whole words: a zero point of 0 borrows from the next.
     ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
 
     def zero_points() -> Tensor:
@@ -307,7 +306,7 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
 
 
 def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
-    """A `weight` of a narrow type with scales beside it; None: it has none."""
+    """A narrow `weight` with separate scales; None: it has none."""
     weight = parts["weight"]
     if weight.dtype == torch.uint8 and (state := next((name for name in STATES if name in parts), None)):
         return _table(parts, json.loads(bytes(parts[state].numpy()).decode()))
@@ -368,7 +367,7 @@ def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) 
 
 
 def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Of numbers in blocks, as compressed-tensors says it; None: it does not."""
+    """Block size as compressed-tensors declares it; None: not declared."""
     for group in config.get("config_groups", {}).values():
         if isinstance(size := (group.get("weights") or {}).get("block_structure"), list) and len(size) == 2:
             return int(size[0]), int(size[1])
@@ -381,7 +380,7 @@ def _numbers(scale: Tensor) -> Tensor:
 
 
 def _of_fp4(scale: Tensor) -> Tensor:
-    """Scales of e2m1 codes in float32, which tells their bytes from those of integers."""
+    """Scales of e2m1 codes in float32; distinguishes their bytes from integers'."""
     if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise ValueError(f"weight_scale has {scale.dtype}, where e2m1 codes have float8_e4m3fn or exponents in uint8")
     return _numbers(scale)
@@ -402,7 +401,7 @@ def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
         return FP4[codes()] * scales.repeat_interleave(size, 1)
 
     def blocks() -> BlockWeight:
-        """Twice the numbers, which are whole, in 8 bits."""
+        """Twice the numbers, which are integers, in 8 bits."""
         whole = (2 * FP4 + 128).to(torch.uint8)[codes()]
         return BlockWeight(whole.reshape(outputs, groups, size).numpy(), (scales / 2).numpy(), None, 8)
 
@@ -416,7 +415,7 @@ def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
 
 
 def _table(parts: Parts, state: Mapping[str, Any]) -> Deferred:
-    """bitsandbytes': any numbers, 16 of them."""
+    """bitsandbytes' table of 16 arbitrary numbers."""
     packed, table, most = parts["weight"], parts["weight.quant_map"].float(), parts["weight.absmax"]
     shape, size = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
     count = int(np.prod(shape))
@@ -448,7 +447,7 @@ READERS: dict[str, Callable[[Parts, Mapping[str, Any]], Deferred | None]] = {
     "weight_packed": _packed,
     "weight": _stored,
 }
-"""By what the tensor is called that a low-bit weight always has."""
+"""By the tensor that every low-bit weight of the format has."""
 PARTS = {
     *("weight", "bias", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
@@ -456,4 +455,4 @@ PARTS = {
     *(f"weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
     *STATES,
 }
-"""Names behind a layer's own."""
+"""Suffixes of tensors after a layer's name."""

@@ -38,7 +38,7 @@ def forward_with_state(
         Logits [B, min(T, keep), V], or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
     hidden, states = decode_with_state(model, input_ids, new_tokens, past_length, states, **(given or {}))
-    return model.logits(last_rows(hidden, new_tokens, kept_rows(input_ids, keep))), states
+    return model.logits(last_rows(hidden, new_tokens, rows_left(input_ids, keep))), states
 
 
 def decode_with_state(
@@ -49,22 +49,22 @@ def decode_with_state(
     states: Sequence[dict[str, Tensor]],
     **given: Tensor,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The same as far as the hidden states behind the last norm, [B, T, channels]; `given` is what the model takes beside tokens."""
+    """Like `forward_with_state`, up to the last norm: hidden states [B, T, channels]. `given`: the model's inputs besides tokens."""
     cache = StillCache.from_states(model.config, states, past_length)
     cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-    return decode_given(model, positions, cache, input_ids, given).last_hidden_state, cache.states()
+    return decode_with(model, positions, cache, input_ids, given).last_hidden_state, cache.states()
 
 
-def kept_rows(input_ids: Tensor, keep: int) -> Any:
-    """Rows that are left of the tokens [B, T] where `keep` are asked for; see `forward_with_state`."""
+def rows_left(input_ids: Tensor, keep: int) -> Any:
+    """Rows of the tokens [B, T] that remain for `keep`; see `forward_with_state`."""
     return keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
 
 
-def decode_given(
+def decode_with(
     model: Any, positions: Tensor, cache: StillCache, input_ids: Tensor, given: Mapping[str, Tensor]
 ) -> Any:
-    """The base model on tokens [B, T] at `positions` [B, T]; with embeddings and positions of `given` in the place of some."""
+    """Run the base model on tokens [B, T] at `positions` [B, T]; `given` replaces some embeddings and positions."""
     if EMBEDDINGS not in given:
         return model.decode(positions, cache, input_ids=input_ids, **given)
     own = model.model.embed_tokens(input_ids.clamp_min(0))

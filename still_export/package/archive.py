@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 MAGIC = b"STILLAR1"
-"""How it begins: then the length of the index, the index (JSON), and the kernels."""
+"""The first bytes; then the length of the index, the index (JSON), and the kernels."""
 
 
 def kernels_in(library: Path) -> dict[str, set[str]] | None:
@@ -22,7 +22,7 @@ def kernels_in(library: Path) -> dict[str, set[str]] | None:
             (length,) = struct.unpack_from("<Q", content, at + len(MAGIC))
             indexes = json.loads(content[begin : begin + length])["indexes"]
         except (struct.error, ValueError, TypeError, KeyError, OverflowError):
-            continue  # the name alone, in the library's own code
+            continue  # the library's code contains the magic too
         found: dict[str, set[str]] = {}
         for index in indexes:
             own = found.setdefault(index["op"].rpartition(":")[2], set())

@@ -1,4 +1,4 @@
-"""A model's chat template: what it makes of messages, whole, or cut where a message goes on.
+"""A model's chat template: renders messages, completely, or cut where a message goes on.
 
 Exports copy this file into packages.
 """
@@ -16,18 +16,18 @@ from still_export.package.template import TemplateRefusal, render_template
 
 Message = Mapping[str, Any]
 MARK = "\ue000\ue001"
-"""Characters of private use: they stand where a rendered text is cut."""
+"""Private-use characters that mark where a rendered text is cut."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in other programs; templates read the first, those of gpt-oss the second."""
+"""Other programs' names of a message's reasoning. Templates read the first; gpt-oss's read the second."""
 THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("◁think▷", "◁/think▷"),
 )
-"""What models write around their reasoning."""
+"""Marks around reasoning that models write."""
 OWN = frozenset(("messages", "tools", "add_generation_prompt"))
-"""Variables of a template that are no arguments."""
+"""Template variables that are not user arguments."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class ChatFormat:
 
     @cached_property
     def thoughts(self) -> tuple[str, str] | None:
-        """What stands around the model's reasoning, where its template says so."""
+        """The marks around the model's reasoning, if the template has them."""
         return next((pair for pair in THOUGHTS if any(pair[1] in text for text in self.templates.values())), None)
 
     @cached_property
     def _forms(self) -> tuple[bool, bool]:
-        """Whether the template takes content that is a text, and content that is a list of parts."""
+        """Whether the template accepts content as a text, and as a list of parts."""
         found = []
         for content in (MARK, [{"type": "text", "text": MARK}]):
             try:
@@ -85,17 +85,17 @@ class ChatFormat:
         return self._rendered(said, tools, arguments or {}, reply)
 
     def render_open(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a chat up to the end of its last message's content, which goes on. Options: see `render`."""
+        """The text of a chat up to the end of its last message's content, to be continued. Options: see `render`."""
         said = [dict(message) for message in messages]
         if said:
-            # Where the template trims, the blank behind the mark goes, and with it those before.
+            # If the template strips text, white space after the mark is lost, and so is that before it.
             said[-1]["content"] = _joined(said[-1].get("content"), MARK + " ", -1)
         text = self.render(said, **options, reply=False)
         before, _, after = self._cut(text, last=True)
         return before if after.startswith(" ") else before.rstrip()
 
     def render_behind(self, messages: Sequence[Message], place: str, *, goes_on: bool = False, **options: Any) -> str:
-        """What follows a text that was read before: the end of a chat's text.
+        """The end of a chat's text, after a text that was read before.
 
         Args:
             messages: Those that follow.
@@ -114,14 +114,14 @@ class ChatFormat:
         return self._cut(render(said, **options))[2]
 
     def opening(self, system: str | None = None, **options: Any) -> str:
-        """What stands before the first message of a user."""
+        """The text before a user's first message."""
         said = [{"role": "user", "content": MARK}]
         if system is not None:
             said.insert(0, {"role": "system", "content": system})
         return self._cut(self.render(said, **options))[0]
 
     def start(self) -> str:
-        """What of an answer a prompt has already: its reasoning's first mark and what stands behind it; "": nothing."""
+        """The part of an answer that the prompt contains already: the first mark of its reasoning and what follows it; "": nothing."""
         if self.thoughts is None:
             return ""
         before, behind = self.thoughts
@@ -148,7 +148,7 @@ class ChatFormat:
         return said if thought is None else {REASONING[1]: thought, **said, REASONING[0]: thought}
 
     def _content(self, content: Any, number: int) -> Any:
-        """`content` in a form that the template takes."""
+        """`content` in a form that the template accepts."""
         if content is None:
             return ""
         if isinstance(content, str):
@@ -180,7 +180,7 @@ class ChatFormat:
 
 
 def _joined(content: Any, mark: str, place: int) -> Any:
-    """`content` with `mark` before (0) or behind (-1) its text."""
+    """`content` with `mark` before (0) or after (-1) its text."""
     if isinstance(content, str) or not content:
         return mark + (content or "") if place == 0 else (content or "") + mark
     parts = [dict(part) for part in content]
@@ -189,7 +189,7 @@ def _joined(content: Any, mark: str, place: int) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool, its arguments as the object that templates take, where they are the text of one."""
+    """A tool call whose arguments are an object, parsed if they are text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -210,5 +210,5 @@ def chat_format(tokenizer: Any) -> ChatFormat | None:
 
 
 def read_format(chat: Mapping[str, Any] | None) -> ChatFormat | None:
-    """The same of a manifest."""
+    """The chat templates of a manifest."""
     return ChatFormat(chat["templates"], chat["tokens"]) if chat else None

@@ -1,4 +1,4 @@
-"""manifest.json, read and checked: by manifest.schema.json, and by the rules that no schema can say.
+"""Read and check manifest.json: by manifest.schema.json, and by rules that no schema can express.
 
 Standard library only: exports copy this file and the schema into packages, for run_ort.py and run_trt.py. The cases of
 tests/still_export/package/manifest hold all readers to one another; still_run checks the fields that it reads.
@@ -22,7 +22,7 @@ FORMAT_VERSION = 2
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 """JSON Schema (2020-12), which still_export/package/manifest.py writes; this file checks the keywords that it has."""
 MOST_DEPTH = 64
-"""Lists and objects within one another: readers without a limit run out of stack."""
+"""Deepest nesting of lists and objects; some readers would overflow their stack."""
 _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
 
 
@@ -50,7 +50,7 @@ def parse_manifest(content: bytes, source: str) -> dict[str, Any]:
     return dict(json.loads(content))
 
 
-@functools.lru_cache(maxsize=8)  # whoever opens a package reads its manifest several times, and checks take 30 ms
+@functools.lru_cache(maxsize=8)  # a manifest is read several times when a package opens, and a check takes 30 ms
 def _check(content: bytes, source: str) -> None:
     """Raise CheckError for what is no manifest."""
     try:
@@ -67,7 +67,7 @@ def _check(content: bytes, source: str) -> None:
 
 
 def check_rules(manifest: dict[str, Any], source: str) -> None:
-    """What fields of a manifest that has its schema say of each other; CheckError where they disagree."""
+    """Check fields of a valid manifest against each other; raises CheckError where they disagree."""
     model, files, names = manifest["model"], manifest["files"], set()
     if len(model["layer_types"]) != model["layers"]:
         raise _refusal(
@@ -112,7 +112,7 @@ def _refusal(source: str, field: str, what: str) -> CheckError:
 
 
 def _other_format(source: str, manifest: dict[str, Any]) -> str:
-    """What to say of a manifest of another format version, with the command that exports the model again."""
+    """The error text for another format version, with the command that exports the model again."""
     version, command = manifest["format_version"], manifest.get("command")
     said = f"{source} has format version {version}; this still-export reads {FORMAT_VERSION}."
     if version > FORMAT_VERSION:
@@ -121,7 +121,7 @@ def _other_format(source: str, manifest: dict[str, Any]) -> str:
 
 
 def _check_plain(value: Any, depth: int) -> None:
-    """Raise ValueError where other readers of JSON refuse what Python's takes."""
+    """Raise ValueError for JSON that Python accepts and other readers refuse."""
     if depth >= MOST_DEPTH and isinstance(value, (dict, list)):
         raise ValueError("nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):
@@ -133,18 +133,18 @@ def _check_plain(value: Any, depth: int) -> None:
 
 
 class _Schema:
-    """A value held against a JSON Schema of the keywords that pydantic writes for manifest.py."""
+    """Checks a value against the JSON Schema keywords that pydantic writes for manifest.py."""
 
     def __init__(self, definitions: dict[str, Any], source: str) -> None:
         self.definitions, self.source = definitions, source
 
     def check(self, rule: dict[str, Any], value: Any, field: str) -> None:
-        """Raise CheckError unless `value`, which stands at `field`, has `rule`."""
+        """Raise CheckError unless `value` at `field` satisfies `rule`."""
         branches = self._branches(rule)
         own = next((b for b in branches if type(value) is _TYPES.get(b.get("type", ""), type(value))), None)
         if own is None or not self._fits(own, value):
             shown = json.dumps(value) if not isinstance(value, (dict, list)) else f"one of {len(value)} entries"
-            wanted = " or ".join(map(_wanted, branches if own is None else [own]))
+            wanted = " or ".join(map(_required, branches if own is None else [own]))
             raise _refusal(self.source, field, f"must be {wanted}, not {shown:.60}")
         if isinstance(value, list):
             for i, item in enumerate(value):
@@ -171,7 +171,7 @@ class _Schema:
 
     @staticmethod
     def _fits(rule: dict[str, Any], value: Any) -> bool:
-        """Whether `value`, of the rule's type, has what the rule says of it alone."""
+        """Whether `value`, which has the rule's type, satisfies the rest of `rule`."""
         if isinstance(value, int | float) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
             return False
         if isinstance(value, str) and (
@@ -187,8 +187,8 @@ def _join(field: str, name: str) -> str:
     return f"{field}.{name}" if field else name
 
 
-def _wanted(rule: dict[str, Any]) -> str:
-    """What `rule` asks for, in words."""
+def _required(rule: dict[str, Any]) -> str:
+    """What `rule` requires, in words."""
     kind = rule["type"]
     if "const" in rule or "enum" in rule:
         return " or ".join(map(str, rule.get("enum") or [rule["const"]]))

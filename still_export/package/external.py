@@ -1,4 +1,4 @@
-"""The files that an ONNX graph names: weights outside of it. Numbers of fields are those of onnx.proto.
+"""External weight files of an ONNX graph, read from the protobuf. Field numbers are those of onnx.proto.
 
 Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
 """
@@ -24,7 +24,7 @@ _DIMS, _TYPE, _NAME, _EXTERNAL = 1, 2, 8, 13
 _MODEL = {7: _GRAPH, 20: {1: _GRAPH, 2: _GRAPH}, 25: {7: _NODE}}
 
 
-@functools.lru_cache(maxsize=4)  # whoever opens a package asks several times
+@functools.lru_cache(maxsize=4)  # called several times when a package opens
 def external_files(graph: bytes, source: str) -> frozenset[str]:
     """Names of the files that hold weights of a serialized ONNX model.
 
@@ -42,7 +42,7 @@ def external_files(graph: bytes, source: str) -> frozenset[str]:
                     found.add(pair.get(2, b"").decode("utf-8"))
                 continue
             for number, a, b in _fields(graph, begin, end):
-                # Most of a model names no file: what lacks the word needs no look.
+                # Most of a model has no file name: parts without the word are skipped.
                 if number in kind and graph.find(b"location", a, b) >= 0:
                     pending.append((kind[number], a, b))
     except (IndexError, ValueError) as error:
@@ -52,7 +52,7 @@ def external_files(graph: bytes, source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An initializer whose bytes lie in a file."""
+    """An initializer whose bytes are in a file."""
 
     name: str
     type: int
@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def stored_tensors(graph: bytes, source: str) -> list[StoredTensor]:
-    """The initializers of a serialized ONNX model that lie in files, each in a place that the graph names.
+    """The initializers of a serialized ONNX model that are stored in files.
 
     Raises:
         CheckError: The bytes are no such model.
@@ -94,7 +94,7 @@ def stored_tensors(graph: bytes, source: str) -> list[StoredTensor]:
 
 
 def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the files that the graph in the file `graph` takes its weights from.
+    """Names of the weight files of the graph `graph`.
 
     Raises:
         CheckError: It is no graph, or names a file that the manifest does not list.
@@ -109,7 +109,7 @@ def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def _parts(data: bytes, begin: int, end: int, *path: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the messages that fields of these numbers lead to."""
+    """Begin and end of the messages at a path of field numbers."""
     if not path:
         yield begin, end
         return
@@ -119,19 +119,19 @@ def _parts(data: bytes, begin: int, end: int, *path: int) -> Iterator[tuple[int,
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of the fields of a message that have a length."""
+    """Number, begin and end of a message's length-delimited fields."""
     return (field for field in _all_fields(data, at, end) if field[2])
 
 
 def _all_fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The same with those that are a number: that in the place of the begin, and 0 in that of the end."""
+    """The same for all fields; an integer field has its value as begin, and end 0."""
     while at < end:
         key, at = data[at], at + 1
         if key > 0x7F:
             key, at = _varint(data, at - 1)
         kind = key & 7
         if kind == 2:
-            size, at = data[at], at + 1  # most are short, and a call for each takes longer than all else
+            size, at = data[at], at + 1  # most are short, and a call for each would dominate
             if size > 0x7F:
                 size, at = _varint(data, at - 1)
             if at + size > end:

@@ -1,4 +1,4 @@
-"""The files of a package: inside its folder, listed, unchanged.
+"""The files of a package, checked: inside its folder, listed, unchanged.
 
 Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
 """
@@ -20,26 +20,26 @@ MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 PORTABLE = "portable.onnx"
-"""The graph that every target is lowered from, over the same weights."""
+"""The graph that every target is lowered from; it uses the same weights."""
 FOLD = "fold.onnx"
-"""The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
+"""The graph that folds the accepted tokens of a call of guesses into the states; it uses the same weights."""
 HEAD = "mtp.onnx"
-"""The graph of a head that guesses tokens ahead of the model's, over the same weights."""
+"""The graph of an MTP head, which guesses tokens ahead; it uses the same weights."""
 VISION = "vision.onnx"
-"""The graph of the encoder of images; its weights lie beside it."""
+"""The graph of the image encoder; its weights are in a file of their own."""
 PLUGIN = "libstill_tensorrt"
-"""How the names of plugin libraries begin."""
+"""Prefix of the names of plugin libraries."""
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
-"""Entries of the graph's metadata: fields of the manifest, as JSON."""
+"""Metadata entries of the graph, as JSON, and the manifest's fields they come from."""
 
 
 def recorded_text(manifest: dict[str, Any], field: str) -> str:
-    """A field of the manifest as the graph's metadata has it."""
+    """A field of the manifest as the graph's metadata stores it."""
     return json.dumps(manifest.get(field), sort_keys=True)
 
 
 def check_name(name: str, where: str) -> None:
-    """Raise CheckError unless `name` is a plain relative path that stays below its folder."""
+    """Raise CheckError unless `name` is a plain relative path inside its folder."""
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts) or ":" in parts[0]:
         raise CheckError(f"{where} names {name!r}, which is no file inside the package.")
@@ -64,7 +64,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _is_blob(folder: Path, link: Path) -> bool:
-    """Whether a link of REPOSITORY/snapshots/REVISION is to a file of REPOSITORY/blobs."""
+    """Whether a link in REPOSITORY/snapshots/REVISION leads to a file in REPOSITORY/blobs."""
     snapshots = next((parent for parent in folder.absolute().parents if parent.name == "snapshots"), None)
     target = link.resolve()
     return snapshots is not None and target.parent == (snapshots.parent / "blobs").resolve() and target.is_file()
@@ -103,7 +103,7 @@ def sha256(path: Path) -> str:
 
 
 def check_hash(folder: Path, manifest: dict[str, Any], name: str) -> Path:
-    """`listed`, and the file's SHA-256 is the manifest's."""
+    """Like `listed`, and the file must have the manifest's SHA-256."""
     path = listed(folder, manifest, name)
     if sha256(path) != manifest["files"][name]["sha256"]:
         raise _changed(path, "SHA-256", _again(folder, manifest, name))
@@ -115,7 +115,7 @@ def _changed(path: Path, what: str, again: str) -> CheckError:
 
 
 def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
-    """What to do about a file that is lost or damaged; engines are built, the rest is exported."""
+    """Advice for a lost or damaged file: build engines again, export the rest again."""
     built = any(entry["file"] == name for entry in manifest.get("engines", []))
     return "Copy the package again, or " + (
         f"build it again: still-export build {folder}" if built else "export the model again."
@@ -123,15 +123,14 @@ def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
 
 
 class Held:
-    """Files that are held open while a runtime has them mapped: what takes their place in the folder changes nothing, and what is written
-    into them shows."""
+    """Keeps files open that a runtime has mapped: a replaced file changes nothing, and a written one is detected."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._files = [path.open("rb", buffering=0) for path in paths]
         self._were = [_state(file) for file in self._files]
 
     def check(self) -> None:
-        """Raise CheckError where one of them was cut or written."""
+        """Raise CheckError if a file was truncated or written."""
         for file, was in zip(self._files, self._were, strict=True):
             if _state(file) != was:
                 raise CheckError(f"{file.name} was changed while it was used, so answers would be wrong. Start again.")
@@ -143,7 +142,7 @@ def _state(file: Any) -> tuple[int, int]:
 
 
 class Hashing:
-    """Checks the hashes of large files in a thread, while they are loaded; `finish` waits for it.
+    """Checks the hashes of large files in a thread while they load; `finish` waits for it.
 
     Args:
         folder, manifest: The package.
@@ -166,7 +165,7 @@ class Hashing:
             self._error = error if isinstance(error, RunError) else CheckError(f"{folder}: {error}")
 
     def finish(self) -> None:
-        """Raise CheckError where a file is not the one that was exported."""
+        """Raise CheckError if a file is not the exported one."""
         self._thread.join()
         if self._error is not None:
             raise self._error

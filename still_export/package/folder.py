@@ -20,12 +20,12 @@ from still_export.package.files import MANIFEST, MODEL, PLUGIN, check_hash, insi
 from still_export.package.refusals import CheckError, RunError
 
 BEFORE = "before"
-"""Folder of what a build replaces, while it runs."""
+"""Folder for the files that a build replaces, while it runs."""
 UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
-"""What verbs write into a package and may write again: not part of what a manifest vouches for."""
+"""Files that verbs write into a package and may replace; the manifest has no hashes of them."""
 
 GENERATED = ("format_version", "versions", "files")
-"""Members of a manifest that are written anew with every change of the package."""
+"""Members of a manifest that are generated at every change of the package."""
 
 VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "triton", "tensorrt")
 
@@ -37,13 +37,12 @@ class Package:
 
     @property
     def model_path(self) -> Path:
-        """The portable ONNX file."""
         return self.path / MODEL
 
 
 @contextlib.contextmanager
 def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
-    """A new package folder that takes the place of `target` when the block ends, and vanishes if it fails (package/staging.py).
+    """A new package folder that replaces `target` when the block ends, and is deleted if the block fails (package/staging.py).
 
     Raises:
         PackageError: `target` exists without `force`, is no package, is written by another process, or the disk is full.
@@ -53,7 +52,7 @@ def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
 
 def is_package(folder: Path) -> bool:
-    """Whether `folder` has a manifest of this project, damaged files or not."""
+    """Whether `folder` has a manifest of this project; its files may be damaged."""
     try:
         return "format_version" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -70,7 +69,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def is_unlisted(name: str) -> bool:
-    """Whether an entry of a package folder is no part of what its manifest vouches for."""
+    """Whether an entry of a package folder is outside its manifest."""
     return name in UNLISTED or staging.is_staged(name) or (name.startswith(".") and name.endswith(".part"))
 
 
@@ -117,7 +116,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
                     continue
                 again = f"build it again: still-export build {path}"
             if not inside(path, name).exists() and name.startswith(PLUGIN):
-                continue  # --plugin may name another, and whoever loads it says so
+                continue  # --plugin may name another file, which its loader reports
             try:
                 (check_hash if check_hashes else listed)(path, manifest, name)
             except CheckError as error:
@@ -130,7 +129,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
 
 @contextlib.contextmanager
 def as_package_errors() -> Iterator[None]:
-    """Turn what runners say of a package into this package's errors."""
+    """Turn runners' errors about a package into PackageError."""
     try:
         yield
     except RunError as error:

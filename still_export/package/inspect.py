@@ -16,7 +16,7 @@ CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
 def contexts(manifest: dict[str, Any]) -> list[int]:
-    """Lengths worth showing: those that the package holds, with its capacity as the last where that is a limit."""
+    """Context lengths to show: those within the capacity, and the capacity itself if it is a limit."""
     capacity = manifest["capacity"]
     if not capacity["bounded"]:
         return sorted({*CONTEXTS, capacity["capacity_tokens"]})
@@ -36,7 +36,7 @@ def cache_bytes(manifest: dict[str, Any], tokens: int) -> int:
 
 
 def layer_kinds(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Layers of each kind with their states: bytes of all of them together at the capacity, and which of them grow."""
+    """Layers of each kind with their states: their total bytes at the capacity, and which states grow."""
     table = StateTable.of(manifest)
     tokens = manifest["capacity"]["capacity_tokens"]
     layers: dict[str, list[int]] = defaultdict(list)
@@ -75,7 +75,7 @@ def precision(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def spans(layers: list[int]) -> str:
-    """Numbers of layers as text: "0-3, 5"."""
+    """Layer numbers as text: "0-3, 5"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -92,7 +92,7 @@ def state_sizes(manifest: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def summary(package: Package, machine: str) -> dict[str, str]:
-    """What a user asks first of a package: what it is, how big, how long, how fast; a sentence each.
+    """What a user asks first about a package: what it is, its size, capacity and speed; one sentence each.
 
     Args:
         machine: This machine, as `bench` names it in bench.json.
@@ -118,7 +118,7 @@ def summary(package: Package, machine: str) -> dict[str, str]:
 
 
 def _speed(folder: Path, machine: str) -> str:
-    """Of the last `bench` in its usual place."""
+    """Results of the last `bench` in its default folder."""
     try:
         said = json.loads((folder / "bench/bench.json").read_text(encoding="utf-8"))
         rows = [f"{row['decode_ms']:,.1f} ms a token after {row['length']:,}" for row in said["rows"]]

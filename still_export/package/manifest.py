@@ -25,14 +25,14 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 class Inserted(Record):
-    """The token `id` of a model's own, which is fed behind every so many tokens."""
+    """A token `id` that is inserted after every `every` tokens."""
 
     every: Count
     id: Whole
 
 
 class Feeding(Record):
-    """How the model is fed, where that is not token by token: tokens of its own, or prompts in one call."""
+    """Feeding rules of models that insert tokens or need a prompt in one call."""
 
     inserted: Inserted | None = None
     whole_prompts: bool = False
@@ -63,7 +63,7 @@ class Model(Record):
 
 
 class Capacity(Record):
-    """How many tokens the states are meant to hold, and whether more are refused."""
+    """Number of tokens that the states are sized for, and whether more are refused."""
 
     capacity_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     bounded: bool
@@ -101,7 +101,7 @@ class State(Record):
 
 
 class Chat(Record):
-    """The model's chat templates by name (Jinja), and the special tokens that they may write by their variables.
+    """The model's chat templates by name (Jinja), and the special tokens that they may use as variables.
 
     start: What of an answer the prompt has already, such as "<think>" and a line's end.
     """
@@ -112,7 +112,7 @@ class Chat(Record):
 
 
 class Native(Record):
-    """The native kernels, and the machines that they are for; `archs`: GPUs with kernels in it."""
+    """Native kernels and their machines; `archs`: GPUs with kernels in the library."""
 
     library: str
     system: str
@@ -121,7 +121,7 @@ class Native(Record):
 
 
 class QuantizedRole(Record):
-    """Weights of one role and form: bits (null: not quantized), who rounded them, how many there are."""
+    """Weights of one role and form: bits (null: not quantized), method, count."""
 
     bits: Literal[4, 6, 8, 16] | None
     method: str | None
@@ -129,7 +129,7 @@ class QuantizedRole(Record):
 
 
 class AdapterPlace(Record):
-    """A product that takes LoRA pairs while it runs: its weights and their outputs, side by side, and the inputs of them all."""
+    """A product that accepts LoRA pairs at run time: its weights, with the sizes of outputs and inputs."""
 
     weights: Annotated[list[str], Field(min_length=1)]
     inputs: Count
@@ -137,8 +137,8 @@ class AdapterPlace(Record):
 
 
 class Calibration(Record):
-    """Text that weights were rounded by: tokens; with a budget (a share of bits per byte) the loss on held-out text, the loss with no more
-    than 4 bits, and the weights that have 8 bits instead."""
+    """Text used for calibration, in tokens. With a budget (relative loss in bits per byte): the loss on held-out text, the loss with at
+    most 4 bits, and the weights that got 8 bits."""
 
     tokens: Count
     budget: Annotated[float, Field(ge=0)] | None = None
@@ -148,7 +148,7 @@ class Calibration(Record):
 
 
 class Quantization(Record):
-    """Low-bit weights; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
+    """Low-bit weights; `block_size` null: one scale for each output. `nodes`: the ops that compute with them (quantization/policy.py)."""
 
     scheme: Literal["int8", "int4", "fp8"]
     nodes: str | None = None
@@ -160,8 +160,8 @@ class Quantization(Record):
 
 
 class SourceCodes(Record):
-    """Weights that the source holds as codes of few bits: how many have them here, how many are floats, and the relative error of those
-    that were rounded again, by name."""
+    """Weights that the source stores as low-bit codes: the number that keeps its codes, the number stored as floats, and relative errors of
+    those quantized again, by name."""
 
     exact: Whole
     floats: Whole
@@ -175,7 +175,7 @@ class TensorRt(Record):
 
 
 class Engine(Record):
-    """An engine that was built."""
+    """A built engine."""
 
     file: str
     size_bytes: Annotated[int, Field(ge=1, le=1 << 62)]
@@ -187,8 +187,7 @@ class Engine(Record):
 
 
 class Vision(Record):
-    """The encoder of images, vision.onnx: it gives an embedding for `merge` x `merge` patches of `patch_values` numbers, for the places of
-    tokens of these ids."""
+    """The image encoder, vision.onnx: one embedding for `merge` x `merge` patches of `patch_values` numbers, at tokens of these ids."""
 
     merge: Annotated[int, Field(ge=1, le=64)]
     patch_values: Annotated[int, Field(ge=1, le=1 << 20)]
@@ -239,7 +238,7 @@ class _Untitled(GenerateJsonSchema):
 
 
 def schema_text() -> str:
-    """manifest.schema.json: what a manifest is, for readers without pydantic; one record or field a line."""
+    """manifest.schema.json, for readers without pydantic; one record or field a line."""
     schema = Manifest.model_json_schema(schema_generator=_Untitled)
     parts = {name: schema.pop(name) for name in ("$defs", "properties")}
     head = json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **schema})[:-1]

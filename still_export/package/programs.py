@@ -1,4 +1,4 @@
-"""The programs of a package: runners that need nothing of this project, copied from it.
+"""The programs of a package: runners copied from this project that need nothing else of it.
 
 Inside the project they import each other by their full names; in a package they lie side by side in the folder `runtime`, the modules of
 `still_export/runtime` in its folder `runners`.

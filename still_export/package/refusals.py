@@ -1,4 +1,4 @@
-"""How a package is refused.
+"""Errors that a package raises.
 
 Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
 """
@@ -11,4 +11,4 @@ class RunError(ValueError):
 
 
 class CheckError(RunError):
-    """A file of the package is not what it must be; the message names the file and, where it has some, the field."""
+    """A file of the package is invalid; the message names the file and the field."""

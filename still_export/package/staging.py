@@ -1,4 +1,4 @@
-"""Folders written whole or not at all, by one process at a time, whatever ends that process.
+"""Folders that are written completely or not at all, by one process at a time, even if the process is killed.
 
 A folder is written beside its place as `.NAME.TOKEN.staged` and then takes that place in one step. A process that is killed leaves it
 behind; the next one that writes into the same parent removes it, unless its maker still lives: that one holds a lock on a file in it.
@@ -20,21 +20,21 @@ from still_export.errors import PackageError
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system: nothing is swept there
+except ImportError:  # no such locks on this system: nothing is swept
     fcntl = None  # type: ignore[assignment]
 
 ALIVE = ".alive"
-"""File in a staged folder that its maker holds locked."""
+"""File in a staged folder that its writer keeps locked."""
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}\.(?P<kind>staged|old)")
 _NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 _HERE = -100  # its AT_FDCWD
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-"""What kernels and file systems say that have none with flags."""
+"""Errors of kernels and file systems without renameat2 flags."""
 
 
 def is_staged(name: str) -> bool:
-    """Whether `name` is that of a folder that is being written, or was when its process ended."""
+    """Whether `name` is that of a staged folder, of a running or killed process."""
     return _STAGED.fullmatch(name) is not None
 
 
@@ -63,21 +63,21 @@ def staged_folder(
     with _explained(target):
         if target.parent.is_dir():
             with _locked(target.parent):
-                sweep(target.parent)  # first: it brings back what was moved aside
+                sweep(target.parent)  # first, because it restores what was moved aside
         _check_target(target, force, replaceable, kind)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _staging(target) as staging:
             yield staging
             set_modes(staging)
             with _locked(target.parent):
-                _check_target(target, force, replaceable, kind)  # somebody may have made it meanwhile
+                _check_target(target, force, replaceable, kind)  # another process may have created it meanwhile
                 (staging / ALIVE).unlink(missing_ok=True)
                 _put(staging, target, keep())
 
 
 @contextlib.contextmanager
 def staged_files(folder: Path) -> Iterator[Path]:
-    """A new folder whose files take the places of those of their names in the existing `folder` when the block ends.
+    """A new folder whose files replace those of the same names in `folder` when the block ends.
 
     Raises:
         PackageError: As `staged_folder`.
@@ -92,7 +92,7 @@ def staged_files(folder: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path) -> None:
-    """Remove from `parent` what killed processes left there; bring back what one had moved aside. Under the parent's lock."""
+    """Remove what killed processes left in `parent`, and restore what one had moved aside. The caller holds the parent's lock."""
     if fcntl is None:
         return
     for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")):
@@ -106,7 +106,7 @@ def sweep(parent: Path) -> None:
 
 
 def set_modes(folder: Path) -> None:
-    """Give everything in `folder` the mode that the umask gives new files; libraries make some readable by their owner alone."""
+    """Give everything in `folder` the umask's mode; some libraries create files that only their owner can read."""
     umasked = folder.stat().st_mode & 0o777  # of a folder made a moment ago
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -118,7 +118,7 @@ def set_modes(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _staging(target: Path, alone: bool = True) -> Iterator[Path]:
-    """A new folder beside `target`, held as long as this process lives, and removed at the end where it still is."""
+    """A new folder next to `target`, locked while this process lives; deleted at the end if it is still there."""
     staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.staged")
     with _locked(target.parent):
         sweep(target.parent)
@@ -143,7 +143,7 @@ def _name(path: Path) -> str:
 
 
 def demand_free(target: Path, force: bool) -> None:
-    """Raise PackageError where `target` exists, and is no folder that may be replaced."""
+    """Raise PackageError if `target` exists and is no folder that may be replaced."""
     if target.exists() and not force:
         raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
     if target.exists() and not target.is_dir():
@@ -161,7 +161,7 @@ def _check_target(target: Path, force: bool, replaceable: Callable[[Path], bool]
 
 @contextlib.contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Turn what the operating system says of a full or unwritable place into a PackageError."""
+    """Turn operating system errors of a full or unwritable place into PackageError."""
     try:
         yield
     except OSError as error:
@@ -180,7 +180,7 @@ def _explained(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """Hold the lock under which staged folders in `parent` are made, put in place and swept; none where the file system has no locks."""
+    """Hold the lock for making, placing and sweeping staged folders in `parent`; without file locks, none."""
     if fcntl is None:
         yield
         return
@@ -194,7 +194,7 @@ def _locked(parent: Path) -> Iterator[None]:
 
 
 def _hold(staging: Path) -> int | None:
-    """Lock the file by which others see that this process lives."""
+    """Lock the file that shows that this process lives."""
     if fcntl is None:
         return None
     handle = os.open(staging / ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -204,11 +204,11 @@ def _hold(staging: Path) -> int | None:
 
 
 def _lives(staging: Path) -> bool | None:
-    """Whether the maker of a staged folder lives; None where that cannot be told."""
+    """Whether the writer of a staged folder lives; None: unknown."""
     try:
         handle = os.open(staging / ALIVE, os.O_RDWR)
     except FileNotFoundError:
-        return False  # killed at one end of its life
+        return False  # killed at its start or end
     except OSError:
         return None
     try:
@@ -223,14 +223,14 @@ def _lives(staging: Path) -> bool | None:
 
 
 def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
-    """Move `staging` to `target` in one step; what was there lies at `staging` afterwards, or is gone, but for what is kept."""
+    """Move `staging` to `target` in one step. The old folder is then at `staging` or deleted, except entries in `keep`."""
     if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
         _bring(staging, target, keep)
         return
     if not target.exists():
         staging.rename(target)
         return
-    # Two steps: a process killed between them leaves the old folder under a name that the next one brings back.
+    # Two steps: a process killed between them leaves the old folder under a name that the next one restores.
     aside = staging.with_suffix(".old")
     target.rename(aside)
     try:
@@ -249,7 +249,7 @@ def _bring(old: Path, new: Path, names: Iterable[str]) -> None:
 
 
 def _rename(source: Path, target: Path, flags: int) -> bool:
-    """renameat2; False where kernel, library or file system have none."""
+    """renameat2; False if kernel, library or file system lack it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if call is None:
         return False

@@ -1,4 +1,4 @@
-"""Chat templates are rendered by Jinja2's sandbox in a process of their own, bounded in time, memory and output.
+"""Render chat templates in Jinja2's sandbox, in a process with limits on time, memory and output.
 
 Exports copy this file into packages.
 """
@@ -20,11 +20,11 @@ from typing import Any
 from still_export.package.refusals import RunError
 
 WALL_S = 30.0
-"""For one rendering, on a machine whose processors others have; the process itself ends after less than a second of one."""
+"""For one rendering on a busy machine; the process limits itself to less than a second of processor time."""
 
 
 class TemplateRefusal(RunError):
-    """A chat template does not take these messages, or cannot be rendered at all."""
+    """A chat template refuses these messages, or cannot be rendered."""
 
 
 def render_template(template: str, variables: Mapping[str, Any]) -> str:
@@ -47,7 +47,7 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Process:
-    """The process, which is started when it is asked first, and again where it has ended."""
+    """The process; starts with the first request, and again after it ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class _Process:
         return self._running
 
     def close(self) -> None:
-        """End it; it is started again where it is asked again."""
+        """End the process; the next request starts it again."""
         process, self._running = self._running, None
         if process is None or self._owner != os.getpid():
             return
@@ -103,7 +103,7 @@ class _Process:
             if pipe is not None:
                 try:
                     pipe.close()
-                except BrokenPipeError:  # what was not read any more
+                except BrokenPipeError:  # unread output
                     pass
         process.wait()
 

@@ -23,13 +23,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 PROCESSOR_S = 0.5
-"""Of a processor, for one rendering; the kernel then ends the process, in whatever it is."""
+"""Processor time for one rendering; then the kernel kills the process."""
 MEMORY_BYTES = 1 << 28
 TEXT_CHARACTERS = 1 << 24
 
 
 class GenerationBlocks(Extension):
-    """`{% generation %}` marks what the model writes, for training; here it is its content."""
+    """`{% generation %}` marks the model's output for training; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it)
 
@@ -39,11 +39,11 @@ class GenerationBlocks(Extension):
 
 
 class Names(Namespace):
-    """A namespace that takes no private names, which lead to Python's own objects."""
+    """A namespace that refuses private names, which lead to Python's own objects."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args
-        values = dict(*given, **kwargs)
+        self, *rest = args
+        values = dict(*rest, **kwargs)
         for name in values:
             _demand_public(name)
         Namespace.__init__(self, values)
@@ -75,13 +75,13 @@ def _refuse(message: object) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as models were trained on: without the escapes of HTML that Jinja's own filter writes."""
+    """JSON as models were trained on, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @lru_cache(8)
 def compiled(template: str) -> Template:
-    """A template with what transformers gives to chat templates."""
+    """A template with the globals and filters that transformers provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""Native code, which runs as the user whatever the package says of it: only what the user's own list has is loaded.
+"""Native code runs with the user's rights, so only files on the user's own list are loaded.
 
 Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
 """
@@ -14,24 +14,24 @@ from still_export.package.checked import read_manifest
 from still_export.package.files import PLUGIN, check_hash, sha256
 
 _TRUSTED: set[str] = set()
-"""SHA-256 of what was trusted in this process, should the list not be writable."""
+"""SHA-256 of files trusted in this process, in case the list cannot be written."""
 
 
 def home() -> Path:
-    """The user's home; of a user without one, a path below which nothing can be written."""
+    """The user's home; a path that cannot be written if the user has none."""
     try:
         return Path.home()
-    except RuntimeError:  # a user id that the system has no entry of, as containers run under
+    except RuntimeError:  # a user id without an entry, as in containers
         return Path(os.devnull) / "no-home"
 
 
 def trusted_list() -> Path:
-    """The user's own list of native files, by SHA-256: built on this machine, or loaded with --trust-native."""
+    """The user's list of native files, by SHA-256: built on this machine, or loaded with --trust-native."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "still-export" / "trusted-native"
 
 
 def trusts(digest: str) -> bool:
-    """Whether the user's list has a file of this SHA-256, or this process trusts it."""
+    """Whether the user's list, or this process, has a file of this SHA-256."""
     if digest in _TRUSTED:
         return True
     try:
@@ -42,7 +42,7 @@ def trusts(digest: str) -> bool:
 
 
 def trust(path: Path) -> None:
-    """Add a native file to the user's list: this machine built it, or the user says so."""
+    """Add a native file to the user's list."""
     digest = sha256(path)
     if trusts(digest):
         return
@@ -57,7 +57,7 @@ def trust(path: Path) -> None:
 
 
 def trust_package(folder: Path, engines: bool = True) -> None:
-    """Add the package's native files to the user's list: kernel of ONNX Runtime, plugin libraries, `engines`; what --trust-native does.
+    """Add the package's native files to the user's list (kernels, plugin libraries, with `engines` engines), as --trust-native does.
 
     Raises:
         CheckError: One of them is not the file that was exported.

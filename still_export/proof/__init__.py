@@ -1,1 +1,1 @@
-"""PyTorch against a package's runtime: cases, tolerances, comparison."""
+"""The proof: a package, a model or a server against PyTorch."""

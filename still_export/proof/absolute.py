@@ -1,4 +1,4 @@
-"""True of any correct package, whatever rounding does: finite numbers, logits that differ, likeliest tokens where they are clear."""
+"""Checks that hold for any correct package whatever rounding does: finite numbers, logits that differ, clear argmax tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from still_export.proof.verdict import Check
 
 LOGITS = "logits"
 NUMBERS = 1 << 22
-"""Of logits that are looked at together."""
+"""Logits that are compared at a time."""
 SAME = "one logit for every token of the vocabulary"
 
 
 @dataclass
 class Logits:
-    """What is kept of the logits of one call, [B, T] each.
+    """Statistics of the logits of one call, [B, T] each.
 
     Args:
         margin: The reference's largest logit less its second.
@@ -38,7 +38,7 @@ class Logits:
 
     @classmethod
     def of(cls, expected: np.ndarray, actual: np.ndarray) -> Logits:
-        """Of two outputs [B, T, V], some rows after the other: what is computed on the way has several times their size."""
+        """From two outputs [B, T, V], a few rows at a time: temporaries are several times as large."""
         rows, vocabulary = expected.shape[:-1], expected.shape[-1]
         sides = [x.reshape(math.prod(rows), vocabulary) for x in (expected, actual)]
         size = max(1, NUMBERS // vocabulary)
@@ -62,13 +62,13 @@ class Logits:
 
 
 def is_constant(logits: np.ndarray) -> np.ndarray:
-    """Whether all of a token's logits are one number, [..] of [.., V]."""
+    """Whether all logits of a token are equal, [..] of [.., V]."""
     return np.asarray(logits.max(-1) == logits.min(-1))
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """Where a run's numbers first are not finite, or its logits one number: a layer, or None: behind the last."""
+    """The first place where a run is not finite or its logits are constant: a layer, or None for the logits."""
 
     layer: int | None
     what: str = "numbers that are not finite"
@@ -85,13 +85,13 @@ class Overflow:
 
 @dataclass
 class Findings:
-    """What was seen over the calls of a case: the first output that is not finite, by layer, with its call and its place."""
+    """The first non-finite output of a case, by layer, with its call and place."""
 
     infinite: tuple[float, str, int, tuple[int, ...]] | None = None
     logits: dict[int, Logits] = field(default_factory=dict)
 
     def see(self, call: int, errors: Arrays, expected: Arrays, actual: Arrays) -> None:
-        """Look at the outputs of one call, by `errors_of` each: infinite where either side is no finite number and both differ."""
+        """Check one call. `errors` come from `errors_of`: infinite where one side is not finite and both differ."""
         for name, found in errors.items():
             bad = np.isinf(found[0])
             if bad.any():
@@ -103,7 +103,7 @@ class Findings:
 
 
 def layer_of(name: str) -> float:
-    """Of a state "present_key.3"; infinity of what no layer keeps."""
+    """Layer of a state "present_key.3"; infinity for outputs without a layer."""
     end = name.rpartition(".")[2]
     return int(end) if end.isdigit() else math.inf
 
@@ -111,7 +111,7 @@ def layer_of(name: str) -> float:
 def overflow_checks(
     overflows: Mapping[str, Overflow | None], right: Mapping[str, Overflow | None], dtype: str
 ) -> list[Check]:
-    """Whether PyTorch's own runs in the package's type stay finite, and the reference in a wider one; by case."""
+    """Whether PyTorch's own runs in the package's type, and the reference in a wider type, stay finite; one check a case."""
     checks = []
     if (found := _first(right)) is not None:
         case, overflow = found
@@ -131,7 +131,7 @@ def _first(overflows: Mapping[str, Overflow | None]) -> tuple[str, Overflow] | N
 
 
 def overflow_of_logits(calls: Sequence[np.ndarray]) -> Overflow | None:
-    """What is wrong of PyTorch's logits [B, T, V] of some calls, padding 0; None: nothing."""
+    """The fault in PyTorch's logits [B, T, V] of some calls (padding is 0); None: there is none."""
     if not all(np.isfinite(each).all() for each in calls):
         return Overflow(None)
     return Overflow(None, SAME) if any(is_constant(each).all() for each in calls if each.size) else None
@@ -166,7 +166,7 @@ def constant_check(findings: Mapping[str, Findings]) -> Check:
 
 
 def rounding_check(rows: Sequence[tuple[np.ndarray, np.ndarray]], dtype: str) -> Check:
-    """Whether PyTorch's own run still says something.
+    """Whether the rounding errors of PyTorch's own run are small enough to judge by.
 
     Args:
         rows: Of each call the largest errors of its logits, and their spread, [N] each.
@@ -180,7 +180,7 @@ def rounding_check(rows: Sequence[tuple[np.ndarray, np.ndarray]], dtype: str) ->
 
 
 def likeliest_check(rows: Sequence[tuple[str, int, Logits, np.ndarray]]) -> Check:
-    """Whether both sides find the same token the likeliest wherever the reference's margin exceeds twice what a logit may err.
+    """Whether both sides agree on the likeliest token wherever the reference's margin exceeds twice the allowed error of a logit.
 
     Args:
         rows: Case, call, its logits, and the bounds [B, T] of their errors; NaN where nothing is held.

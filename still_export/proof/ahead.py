@@ -1,4 +1,5 @@
-"""The proof of a head that guesses tokens ahead (MTP): beside PyTorch, on what the runtime's model made of tokens, guesses between."""
+"""The proof of a head that guesses tokens ahead (MTP): its logits and states against PyTorch, on the hidden states of the runtime's
+model."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from still_kernels.forms import pytorch_forms
 from still_kernels.ties import Pairs
 
 ROUNDS = 6
-"""Of guesses, of each of which some hold."""
+"""Rounds of guesses; in each, some guesses are accepted."""
 LOGITS, READ = f"{AHEAD}logits", f"{AHEAD}read"
-"""Outputs that are compared beside the head's states: its logits, and the model's of the hidden states that it reads."""
+"""Outputs compared besides the head's states: its logits, and the logits of the hidden states that it reads."""
 NEAR = 8.0
-"""Times the error of PyTorch's own run that scores of a router may differ and either choice is right."""
+"""Two experts are a near tie if their scores differ by at most this many times PyTorch's own rounding error."""
 
 
 @dataclass
 class _Row:
-    """What a runtime's model read in one sequence and made of it; the head's answers behind so many tokens, to tokens that follow; the
-    model's own logits from some place on."""
+    """What the runtime's model read in one sequence, its hidden states, the head's answers after some of the tokens, and the model's own
+    last logits."""
 
     tokens: list[int] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
@@ -42,7 +43,7 @@ class _Row:
 
 
 class HeadCases:
-    """Questions to a head, drawn at random.
+    """Random questions to a head.
 
     Args:
         right, own: Read the head in PyTorch, in a wider type than the package's and as the package computes.
@@ -54,7 +55,7 @@ class HeadCases:
         self.lengths, self.random = (chunk + 5, 1, 2 * chunk - 1), np.random.default_rng(seed)
 
     def judged(self, session: Session) -> tuple[Case, Pairs, Check]:
-        """A case of all questions, its outputs, one pair for each sequence, and how many of the logits could be compared."""
+        """Returns (case, outputs, one pair for each sequence, check on how many logits were compared)."""
         pairs: Pairs = []
         own: list[Arrays] = []
         sums: dict[str, list[float]] = {}
@@ -86,7 +87,7 @@ class HeadCases:
         return case, pairs, Check("the head's logits", kept > 0, f"{rows - kept} of {rows} behind a router's near tie")
 
     def _run(self, session: Session) -> list[tuple[_Row, Arrays]]:
-        """Let the runtime read prompts, guess, and read what follows; what it read and said, and the head's states, by sequence."""
+        """Run prompts and guesses on the runtime. Returns what each sequence read, with the head's states."""
         model, random = session.model, self.random
         head, vocabulary = model.head, int(model.manifest["model"]["vocab_size"])
         count = min(len(self.lengths), model.most_rows or len(self.lengths))
@@ -133,7 +134,7 @@ class HeadCases:
 
     @torch.no_grad()
     def _answers(self, model: Any, row: _Row, states: Arrays) -> tuple[Arrays, np.ndarray | None]:
-        """PyTorch's answers to a sequence's questions, and what routers compared for each of its logits."""
+        """PyTorch's answers to the questions of one sequence, and what its routers compared for each logit."""
         watched: list[Tensor] = []
         routers = [module for module in model.modules() if hasattr(module, "watch")]
         for module in routers:

@@ -1,4 +1,4 @@
-"""What a subject is asked in one case, and what it answers. Knows no reference; no torch."""
+"""A question to a subject (the calls of one case) and its answer. Knows no reference and no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of
+from still_export.package.calls import Arrays, image_inputs
 from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_CASES, SOME
 from still_export.proof.sessions import Session
@@ -17,7 +17,7 @@ from still_kernels.ties import Ties
 
 @dataclass(frozen=True)
 class Question:
-    """Calls one after the other, then single-token steps; the state goes on from call to call.
+    """Calls one after the other, then single-token steps. Each call continues from the state of the one before.
 
     Args:
         feeds: Of the calls; the first has the states that all start from.
@@ -44,33 +44,36 @@ class Question:
 
 
 def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
-    """By number, those that are asked again for their layers: of one sequence, without steps or images, the longest of SOME tokens."""
+    """The questions that are asked again for the layers, by number: one sequence, no steps or images, the longest within SOME tokens."""
     sizes = {}
     for number, each in enumerate(questions):
         tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
         single = each.feeds[0]["input_ids"].shape[0] == 1
-        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(given_of, each.feeds)):
+        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(image_inputs, each.feeds)):
             sizes[number] = tokens
     return {number: questions[number] for number in sorted(sorted(sizes, key=lambda n: -sizes[n])[:LAYER_CASES])}
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a runtime chose. The reference makes the same choices.
+    """Choices of a runtime at near ties. The reference makes the same ones.
 
     Args:
         seen: Choices of routers by place [B, N, k], of each layer that routes.
-        kept: By layer, what it selected; see `OpTies.kept`.
+        selected: By layer, what it selected; see `OpTies.kept`.
     """
 
     seen: Sequence[np.ndarray] = ()
-    kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+    selected: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def is_like(self, other: Decisions | None, near: float = 0.0) -> bool:
-        """Whether both are the same choices; of numbers that stand for some, those that differ by at most `near` of the largest."""
-        if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
+        """Whether both have the same choices. Numeric ones may differ by `near` times the largest."""
+        if other is None or self.selected.keys() != other.selected.keys() or len(self.seen) != len(other.seen):
             return False
-        pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
+        pairs = [
+            *zip(self.seen, other.seen, strict=True),
+            *((x, other.selected[layer]) for layer, x in self.selected.items()),
+        ]
         return all(_alike(a, b, near) for a, b in pairs)
 
 
@@ -82,28 +85,27 @@ def _alike(a: np.ndarray, b: np.ndarray, near: float) -> bool:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with a phase of the work, how much of it is done, and of how much."""
+"""Called with (phase, work done, work in all)."""
 
 
-def silent(phase: str, done: int, total: int) -> None:
-    """Say nothing."""
+def silent(phase: str, done: int, total: int) -> None: ...
 
 
 DecisionsByCase = Mapping[int, Decisions]
-"""By number of a case."""
+"""By case number."""
 EMPTY: DecisionsByCase = {}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Outputs of each call of a question, then of each group of its steps; and what was chosen on the way."""
+    """Outputs of each call of a question, then of each group of its steps, with the runtime's choices."""
 
     outputs: list[Arrays]
     decisions: Decisions
 
 
 def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> Answer:
-    """What a runtime answers to one question.
+    """Ask one question.
 
     Args:
         ties: Of the package; they read from states what was selected.
@@ -112,7 +114,7 @@ def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> 
     session.seen()
     outputs = session.carry(question.feeds)
     outputs += [session.step(group) for group in question.groups]
-    decisions = Decisions(session.seen(), ties.kept([as_numbers(call) for call in outputs]))
+    decisions = Decisions(session.seen(), ties.selected([as_numbers(call) for call in outputs]))
     if not keep:
         return Answer([], decisions)
     spill = SpillFile()

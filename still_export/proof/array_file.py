@@ -1,4 +1,4 @@
-"""Arrays in a zip file, each stored once under the hash of its content, and a head that describes them; without torch."""
+"""Arrays in a zip file, each stored once under the hash of its content, with a JSON head that describes them. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from still_export.package.files import DATA, MODEL
 from still_export.package.folder import Package
 
 MOST_HEAD_BYTES = 64 << 20
-"""Of a head: JSON takes ten times as much in memory. Calls of a model with 100 states have 10 MB for 1,000 calls."""
+"""Largest head; parsed JSON needs ten times as much memory. 1,000 calls of a model with 100 states need 10 MB."""
 
 UNREADABLE = (
     OSError,
@@ -36,17 +36,16 @@ UNREADABLE = (
 
 
 class ArrayWriter:
-    """Arrays that are written to a file as they come, each once. Numbers do not compress; zeros, of which states of short prompts consist,
-    do."""
+    """Writes arrays to a file as they come, equal ones once. Only zeros are compressed: other numbers do not compress."""
 
     def __init__(self, file: zipfile.ZipFile) -> None:
         self._file, self.size_bytes = file, 0
         self._written: set[str] = set()
         self.seen: dict[int, tuple[np.ndarray, str]] = {}
-        """Names of arrays in memory."""
+        """Names of arrays already written, by their address."""
 
     def keep(self, array: np.ndarray) -> str:
-        """Write an array; its name."""
+        """Write an array and return its name."""
         if id(array) in self.seen:
             return self.seen[id(array)][1]
         content = np.ascontiguousarray(array)
@@ -63,7 +62,7 @@ class ArrayWriter:
         return {name: self.keep(array) for name, array in call.items()}
 
     def finish(self, kind: str, version: int, package: Package, content: dict[str, Any]) -> None:
-        """Write the head, a member named `kind`: `content`, of the weights of `package`."""
+        """Write the head, a member named `kind`, with `content` and the identity of `package`'s weights."""
         head = {"format": version, "weights": _weights(package), **content}
         text = json.dumps({**head, "digest": _digest(head)})
         _write(self._file, kind, np.frombuffer(text.encode(), np.uint8), zipfile.ZIP_DEFLATED)
@@ -71,7 +70,7 @@ class ArrayWriter:
 
 @contextlib.contextmanager
 def written_arrays(path: Path) -> Iterator[ArrayWriter]:
-    """The writer of a file that is there whole or not at all.
+    """A writer whose file appears only once it is complete.
 
     Raises:
         PackageError: It cannot be written.
@@ -119,7 +118,7 @@ class ArrayFile:
         self.head: dict[str, Any] = head
 
     def array(self, key: str) -> np.ndarray:
-        """The array of this name, the hash of its content.
+        """The array named `key`, which is the hash of its content.
 
         Raises:
             PackageError: It is another, or is gone.
@@ -137,7 +136,7 @@ class ArrayFile:
         return found
 
     def _read(self, key: str, most: float = math.inf) -> np.ndarray:
-        """An array of at most so many bytes; its header is compared with its size before room is made for its numbers."""
+        """Read an array of at most `most` bytes. Its header is checked against its size before memory is allocated."""
         member = self._file.getinfo(f"{key}.npy")
         if member.file_size > most:
             raise ValueError(f"{key} has {member.file_size:,} bytes; at most {most:,} are read")

@@ -1,4 +1,4 @@
-"""Calls as polygraphy's own command reads them: inputs.json and outputs.json, written as they come."""
+"""The files of polygraphy's own command, inputs.json and outputs.json, written as calls come."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from still_export.proof.codes import in_codes
 from still_export.proof.sessions import Subject
 
 CALLS = "calls"
-"""Stands for the calls in what is written around them."""
+"""Placeholder for the calls in the JSON around them."""
 PART = 3 << 20
-"""Bytes that are written at once, a multiple of three, which are four letters."""
+"""Bytes encoded at once; a multiple of three, which base64 turns into four letters."""
 
 
 class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
-    """Both files; polygraphy's own `save_json` holds all calls in memory, four times."""
+    """Writes both files. polygraphy's own `save_json` needs four times the memory of all calls."""
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         from polygraphy.comparator import RunResults
@@ -32,14 +32,14 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
 
         self.subject, self.count = subject, 0
         around: dict[str, Any] = {"inputs": [CALLS], "outputs": RunResults([("pytorch", [CALLS])])}
-        # `to_json` teaches the encoder NumPy's arrays, too.
+        # `to_json` also registers the encoder for NumPy arrays.
         self.parts = {name: to_json(calls).split(f'"{CALLS}"') for name, calls in around.items()}
         self.files = {name: (folder / f"{name}.json").open("wb") for name in around}
         for name, file in self.files.items():
             file.write(self.parts[name][0].encode())
 
     def add(self, case: Case) -> None:
-        """Write the calls of a case. Words of codes are left out: what polygraphy would make of their differences says nothing."""
+        """Write the calls of a case. Packed 8-bit states are left out, because differences of their words mean nothing."""
         from polygraphy.comparator import IterationResult
 
         answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in case.expected]
@@ -57,7 +57,8 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
 
 
 def _write(file: IO[bytes], call: Arrays, kind: Callable[[Arrays], Any]) -> None:
-    """As polygraphy's encoder writes a call, which is slow with large arrays: it writes small ones, in whose places `call`'s are put."""
+    """Write a call as polygraphy's encoder does. The encoder is slow with large arrays, so it writes placeholders that are replaced
+    here."""
     from polygraphy.json import to_json
 
     stand_ins = {name: np.array(number) for number, name in enumerate(call)}

@@ -1,4 +1,4 @@
-"""One comparison of verify, what PyTorch answered, and how far its own run in the package's type is off."""
+"""One comparison of verify: the calls, PyTorch's answers, and the errors of PyTorch's own run in the package's type."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from still_kernels.ties import Leads, Pairs
 TINY = float(np.finfo(np.float64).tiny)
 SINGLE = (np.float32, np.float16)
 BLOCK = 1 << 16
-"""Numbers that are compared at a time: what is read again lies in a cache."""
+"""Numbers compared at a time, so that they stay in the processor's cache."""
 FEW = 8
-"""Blocks that one thread compares."""
+"""Least blocks for which a thread is started."""
 COMPARING = 4
-"""Threads that compare at most: more wait for each other between their steps, and sixteen take longer than one."""
+"""Most threads. More of them wait for each other; sixteen are slower than one."""
 MOST = 1e15
-"""Up to which, and from whose inverse on, products of numbers and their errors are float32."""
+"""Within [1 / MOST, MOST], products of numbers and errors fit float32."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Case:
 
     @cached_property
     def largest(self) -> dict[str, float]:
-        """By output the largest number of PyTorch's answers."""
+        """Largest absolute number of PyTorch's answers, by output."""
         found: dict[str, float] = {}
         for expected in self.expected:
             for name, values in as_numbers(expected).items():
@@ -79,12 +79,13 @@ class Case:
         return found
 
     def forget(self) -> None:
-        """Keep no call, but what bounds and reports ask for."""
+        """Drop the calls, except what bounds and reports read."""
         _ = self.largest
         self.feeds, self.expected, self.step_logits = [], [], None
 
     def pairs(self, outputs: Sequence[Arrays]) -> Pairs:
-        """PyTorch's outputs and a subject's, of each call, then of each group of steps (`Answer.outputs`). Rows in 8 bits are numbers."""
+        """Pairs (PyTorch's outputs, the subject's) for each call, then for each group of steps (`Answer.outputs`). 8-bit states are
+        decoded."""
         left = iter(outputs)
         if not self.steps:
             return [fixed_pair(feed, right, next(left)) for feed, right in zip(self.feeds, self.expected, strict=True)]
@@ -97,13 +98,13 @@ class Case:
         return pairs
 
     def add(self, known: Case) -> None:
-        """What more is known of the same case: further states of its calls, or their logits."""
+        """Merge further results of the same case: more states of its calls, or their logits."""
         for held, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
             held.update(more)
         self.step_logits = known.step_logits
 
     def follows(self, seen: Sequence[np.ndarray]) -> bool:
-        """Whether PyTorch chose the same experts [B, N, k] as the runtime in each layer that reports them."""
+        """Whether PyTorch chose the same experts [B, N, k] as the runtime, in each layer that reports them."""
         for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
             count = min(went.shape[1], chosen.shape[1])
             went, chosen = went[:, :count], chosen[:, :count]
@@ -115,12 +116,12 @@ class Case:
         return True
 
     def open_tokens(self, below: float = math.inf) -> np.ndarray:
-        """Tokens [B, N] of `unreported` in any layer before `below`; N is 0 where none is."""
+        """Tokens [B, N] that are `unreported` in any layer before `below`; N is 0 if there are none."""
         found = [tokens for layer, tokens in self.unreported.items() if layer < below]
         return np.asarray(np.any(found, axis=0)) if found else np.zeros((1, 0), bool)
 
     def open_rows(self, expected: Arrays) -> np.ndarray:
-        """Rows of a call's logits, [B, T], that are of tokens of `unreported`."""
+        """Rows [B, T] of a call's logits that belong to `unreported` tokens."""
         real, tokens = np.any(expected["logits"] != 0, axis=-1), self.open_tokens()
         places = expected["present_length"][:, None] - real.sum(1, keepdims=True) + np.arange(real.shape[1])
         within = real & (places >= 0) & (places < tokens.shape[1])
@@ -128,37 +129,38 @@ class Case:
         return np.asarray(within & chosen)
 
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:
-        """PyTorch's outputs after the steps from `done` up to `place`, whose call `feed` is."""
+        """PyTorch's outputs of the steps from `done` up to `place`; `feed` is the call at `place`."""
         held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
         return as_numbers(held if self.step_logits is None else {**held, "logits": self.step_logits[:, done:place]})
 
 
 class CaseSource(Protocol):
-    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine, which cannot answer anew."""
+    """Source of cases: PyTorch next to the target, or a file of recorded answers."""
 
     count: int
     follows: bool
     progress: Progress
 
     def begin(self, number: int) -> Question:
-        """Draw a case's prompts: what a subject is asked before PyTorch answers."""
+        """Draw the prompts of a case, before PyTorch answers."""
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """The cases of `answers`, in which every layer reads what it read there; of a source that follows."""
+        """The cases of `answers` with each layer reading the runtime's own inputs; empty if the source cannot answer anew."""
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """The cases of these numbers, below `count`, with the prompts of `begin`. In those of `follow` PyTorch chooses what is told."""
+        """The cases of these numbers (less than `count`), with the prompts of `begin`. For those in `follow`, PyTorch uses the given
+        decisions."""
 
 
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:
-    """PyTorch's outputs of `feed` and another's, without what stands behind padding."""
+    """PyTorch's outputs of `feed` and another's, with padding set to zero."""
     counts = feed["new_tokens"]
     first, second = (as_numbers({**o, "logits": _without_padding(o["logits"], counts)}) for o in (expected, actual))
     return first, second
 
 
 def _without_padding(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`logits` [B, 1 or T, V] with zeros where a row brought no token: nothing says what stands there."""
+    """`logits` [B, 1 or T, V] with zeros in rows without new tokens."""
     real = np.minimum(counts, logits.shape[1])
     if (real == logits.shape[1]).all():
         return logits
@@ -169,14 +171,17 @@ def _without_padding(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Two errors of each row of an output, [2, ...] of [..., D] (a token's logits, a slot of a head, a feature of a linear state) or of
-    counts [B]: the largest of its numbers, and the part of the whole that lies along the row, which a factor shows in. NaN where both sides
-    hold nothing but zeros, infinity where either holds what is no number."""
+    """Two errors of each row of an output, [2, ...] of [..., D].
+
+    A row is a token's logits, a slot of a head, or a feature of a linear state; counts [B] are rows of one number. The first error is the
+    largest of the row's numbers. The second is the component along the row, which shows a wrong factor. NaN: both sides are all zeros.
+    Infinity: one side is not finite.
+    """
     return errors_of(expected, actual)[0]
 
 
 def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, float]:
-    """`row_errors`, and the sum of the errors of all numbers."""
+    """(`row_errors`, the sum of the errors of all numbers)."""
     if expected.ndim < 2:
         expected, actual = expected[..., None], actual[..., None]
     rows, width = expected.shape[:-1], expected.shape[-1]
@@ -215,12 +220,12 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
 
 
 def are_zeros(array: np.ndarray) -> bool:
-    """Whether it is one zero, read everywhere."""
+    """Whether the array is one zero, broadcast."""
     return array.size > 0 and not any(array.strides) and not array.flat[0]
 
 
 def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Products of an output with another's, with itself, and of the other's with itself, over what is finite in both."""
+    """Sums (expected * actual, expected^2, actual^2) over numbers that are finite in both."""
     if are_zeros(expected) and are_zeros(actual):
         return np.zeros(3)
     flat = expected.reshape(-1), actual.reshape(-1)
@@ -239,7 +244,7 @@ def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 
 def _each_block(measure: Callable[[int], Any], starts: range) -> list[Any]:
-    """What is measured of each block, by several threads where there are many."""
+    """Apply `measure` to each block, in threads if there are many."""
     if len(starts) <= FEW:
         return [*map(measure, starts)]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, COMPARING)) as pool:
@@ -247,13 +252,13 @@ def _each_block(measure: Callable[[int], Any], starts: range) -> list[Any]:
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Absolute difference in float64; 0 where both are the same infinity (position 0 has an infinite score)."""
+    """Absolute difference in float64; 0 where both are the same infinity (the score of position 0 is infinite)."""
     with np.errstate(invalid="ignore"):
         error = np.abs(np.subtract(expected, actual, dtype=np.float64))
     return np.where(expected == actual, 0, error) if np.isnan(error).any() else np.asarray(error)
 
 
 def same_best(expected: Arrays, actual: Arrays) -> np.ndarray:
-    """Where both find the same token the likeliest, over the sequences that brought tokens."""
+    """Where both have the same likeliest token, over sequences with new tokens."""
     real = np.any(expected["logits"] != 0, axis=-1)
     return (expected["logits"].argmax(-1) == actual["logits"].argmax(-1))[real]

@@ -1,4 +1,4 @@
-"""What a model is asked, without torch: chains of calls, whose states go on from call to call."""
+"""Chains of calls that a model answers, each call from the state of the one before. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of
+from still_export.package.calls import Arrays, image_inputs
 from still_graphs.states import StateTable
 
 HIDDEN = "hidden"
-"""What a layer gives, as an output `present_hidden.<layer>` that no package has."""
+"""Name of a layer's hidden states as an output, `present_hidden.<layer>`; no package has it."""
 Keep = Callable[[str], bool]
-_KEPT = {"float64": "float32"}
-"""Types that states are given in, where they are not those that the model has."""
+_STATE_TYPES = {"float64": "float32"}
+"""Types of states in chains that differ from the model's."""
 
 
 def everything(name: str) -> bool:
@@ -50,10 +50,15 @@ class ChainCall:
 
 @dataclass(frozen=True)
 class Chain:
-    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are choices
-    whatever the scores. By ~layer experts that tokens go to, [B, N, k]; -1: those of the best scores. By layer what hybrid attention
-    selects: of each chunk the offsets, int [B, HS, chunks, k], -1: by scores; or the keys that another runtime kept, [B, HS, N, D], the
-    nearest of the chunk are selected; zeros: by scores."""
+    """Calls one after the other.
+
+    Args:
+        start: `past_length` and the states before the first call, `past_<state>.<layer>`.
+        calls: In order.
+        follow: Choices to make whatever the scores are. By ~layer: experts of each token, [B, N, k], -1 for the best by score. By layer,
+            for hybrid attention: offsets of each chunk, int [B, HS, chunks, k], -1 for the best by score; or another runtime's selected
+            keys, [B, HS, N, D], of which the nearest tokens are selected, zeros for the best by score.
+    """
 
     start: Arrays
     calls: Sequence[ChainCall]
@@ -61,17 +66,17 @@ class Chain:
 
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
-        """The single call that `feed` describes."""
-        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
+        """The single call of `feed`."""
+        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=image_inputs(feed))])
 
 
 def empty_feed(table: StateTable, batch: int, capacity: int) -> Arrays:
-    """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
+    """`past_length` and `past_*` of empty sequences with room for `capacity` tokens."""
     shapes = table.shapes(batch, table.rows(capacity))
-    feed = {state.past: zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in table}
+    feed = {state.past: zeros(shapes[state.name], _STATE_TYPES.get(state.dtype, state.dtype)) for state in table}
     return {**feed, "past_length": np.zeros(batch, np.int64)}
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """One zero, read everywhere: what `numpy.zeros` gives is memory where the C library has some to use again."""
+    """Zeros that need no memory (one broadcast number); `numpy.zeros` may reuse touched memory."""
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits as what they stand for: numbers are compared, not words. No torch."""
+"""Packed 8-bit keys and values as the numbers that they encode. No torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from still_export.package.calls import Arrays
 
 
 def has_narrow_caches(manifest: Mapping[str, Any]) -> bool:
-    """Whether keys and values are kept in fewer bits than the model computes in, as codes or as half precision of float32: such packages
-    are held to half precision."""
+    """Whether keys and values have fewer bits than the activations (codes, or half precision in float32). Such packages use the bounds of
+    half precision."""
     kept = {state["dtype"] for state in manifest["states"]}
     return "int32" in kept or ("float16" in kept and manifest["model"]["dtype"] == "float32")
 
 
 def scale_name(output: str) -> str:
-    """Of the scales that go with a state's output: "present_key_scale.3" of "present_key.3"."""
+    """Name of the scales of a state's output: "present_key_scale.3" of "present_key.3"."""
     state, _, layer = output.rpartition(".")
     return f"{state}_scale.{layer}"
 

@@ -1,23 +1,23 @@
-"""Every number by which a proof judges, with its reason. What two right runtimes may choose otherwise stands in `still_kernels.ties`."""
+"""Every number by which a proof judges, with its reason. Tolerances of near ties are in `still_kernels.ties`."""
 
 from __future__ import annotations
 
 PROOF_VERSION = 13
-"""Of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
+"""Version of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 
 # --- absolute ---
 USELESS = 1.0
-"""PyTorch's own run says nothing about rounding where the largest error of its median token reaches so many standard deviations of that
-token's logits: they are those of another token. Own runs that round activations to 8 bits reach 0.2."""
+"""PyTorch's own run is useless as a measure of rounding if the largest error of its median token reaches this many standard deviations of
+that token's logits. Own runs that round activations to 8 bits reach 0.2."""
 ALIKE = 0.9
-"""Cosine of what a layer gives in PyTorch and in the graph, at least, where the right tensors of the graph were found, and as near in size:
-a fault that moves it by more moves the logits, too, and what is as long but normed is another tensor."""
+"""Least cosine, and least ratio of sizes, between what a layer outputs in PyTorch and in the graph, if the right tensors were found. A
+fault that exceeds it also moves the logits."""
 
 # --- which cases are judged by layer ---
 SOME = (16, 330)
-"""Tokens of a case that is asked a second time, for its layers."""
+"""Least and most tokens of a case that is asked a second time for its layers."""
 LAYER_CASES = 2
-"""Cases that are asked so: the longest prompt, and prompts in pieces."""
+"""Number of such cases: the longest prompt, and prompts in pieces."""
 LAYER_DRAWS = 3
 """Further runs of PyTorch for these, in which linear layers round up or down by chance, a product before its bias is added, too. A row
 whose own run happens not to err says little about what another may; rows of a head err together, by its decays and step sizes, and heads
@@ -25,19 +25,14 @@ are few: of 50 clean seeds of Falcon-H1 10 were refused with one run, at up to 1
 
 # --- multiples of the error of PyTorch's own run ---
 ROW = {"float32": 48.0, "float16": 12.0}
-"""Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err, by the
-package's type. Clean float16 packages on a CPU reach 9, and 5.6 in the median of a part (`python -m tests.faults`). In float32 a trained
-model (`tools/demo.sh`) reaches 17, in rows behind a token of huge activations; 48 times its rounding are still less than 1e-4 of the spread
-of the logits, of which nothing may be missed."""
+"""Times PyTorch's own rounding error that any row may err, by the package's type. The error is that row's, or the root mean square over all
+rows of the output."""
 TAIL, TAIL_MEDIAN = 8.0, 4.0
-"""Times the largest error of PyTorch's rows of a state that any row of it may err in half precision, and of their largest median that of a
-part: a near tie turns whole rows, of a trained model every long prompt has hundreds, and which rows they turn is another in each run. Of
-six float16 and int4 packages on an H100, where bounds are 1.5 times these, the furthest of their rows reaches 7.2."""
+"""Bounds of rows of a state in half precision, in PyTorch's largest row error (any row) and in its largest median (a part's median)."""
 MEDIAN = 8.0
-"""Times the error of PyTorch's rows, of the part's median or of what `_above` says of the output's, that the median of a part's rows may
-be."""
+"""Times PyTorch's median row error (of the part, or `_above` of the output) that the median of a part's rows may be."""
 LOGITS_MEDIAN = 2.0
-"""The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
+"""MEDIAN for logits of a float16 package on a CPU, which sums in float32 as PyTorch does. Clean packages reach 1.3."""
 CHANCE = 1e-3
 """That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
 SHARP_ROW, SHARP_MEDIAN = 6.0, 2.5
@@ -45,12 +40,12 @@ SHARP_ROW, SHARP_MEDIAN = 6.0, 2.5
 size: numbers of a row share a step size, decays and a key, each rounded, so a large row may draw far more than PyTorch's own run of it did
 (Falcon-H1: rows err up to 9 units of float16 there and up to 8 in ONNX Runtime, other rows than in PyTorch)."""
 SHARP_MEAN = 1.5
-"""Times the mean error of PyTorch's own run, over all numbers of an output, that it may be there. Hundreds of numbers are averaged."""
+"""Times the mean error of PyTorch's own run that the mean error of an output may be. It averages hundreds of numbers."""
 SHARP_FEW = 2.0
 """More times that, in parts of the number of its draws: one token's logits err as one hidden state does, and a clean package reaches 1.7.
 Rows are draws; of a state of fixed size heads are, of which Falcon-H1's six reach 1.58."""
 FEWEST = 8
-"""Rows of a part at least, that its median says something."""
+"""Least rows of a part for its median to be judged."""
 NORMED = 2
 """Roundings of what a layer's products read, behind the norm and its weight, each by at most LAYER_UNIT of itself. Of a token of huge
 activations one number is most of that, and its rounding a factor of the whole row that a state keeps in float16. PyTorch's runs round it
@@ -58,10 +53,10 @@ alike each time, so they may hardly err there: of SmolLM2's layer 29, where such
 LAYER_UNIT off along their row, 1.01 and 1.16 of their bounds, on two kinds of processors. Logits read a norm, too: of SmolLM2 one number
 makes 0.7 to 1.1 of a row of size 3,500. PyTorch rounds it twice, 0.5 along the row, ONNX Runtime once, 0.01: it was at 1.6 of its bound."""
 ROUNDINGS = 64
-"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's unit is 8,192 of these."""
+"""Units in the last place of float32, halved, by which a sum may differ: a chunk has as many terms. Half precision's unit is 8,192 of
+these."""
 EVEN = 3.0
-"""Times the root of the mean square of a row's errors that its largest is, where no number errs more than others: of 64 to 256 of a normal
-distribution 2.5 to 3."""
+"""Ratio of a row's largest error to its root mean square error, for normally distributed errors: 2.5 to 3 for 64 to 256 numbers."""
 UNIT = 2.0**-9
 """Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's. By
 layer sums of features times values, too, and half of it in their mean: on an H200 `assets/small`'s err 3.0 to 4.2 times what PyTorch's own

@@ -1,4 +1,4 @@
-"""Every row of the embedding, asked once: the graph is cut behind its embedding and given all tokens there are.
+"""Check every row of the embedding: the graph is cut after its embedding and reads every token id.
 
 Prompts reach a few thousand tokens; a row that the graph reads from another place would be seen by luck alone.
 """
@@ -26,11 +26,11 @@ TOGETHER = 4096
 IDS = "input_ids"
 NAME = "the graph reads every token's own row of the embedding"
 OFF = 2.0**-9
-"""Of a row's largest number that one computed in half precision may differ by; the row itself is held to the model's elsewhere."""
+"""Allowed difference of a row computed in half precision, relative to its largest number. `held_weights` compares the row itself."""
 
 
 def check_rows(package: Package, source: Source) -> Verdict:
-    """Compare the rows that a package's graph reads for each token with those that it stores."""
+    """Compare the rows that a package's graph looks up for each token with the stored ones."""
     import onnx
     import onnxruntime
 
@@ -72,7 +72,7 @@ def _reads(node: onnx.NodeProto) -> bool:
 
 
 def _cut(graph: onnx.ModelProto, output: str) -> bytes | None:
-    """The part of a graph that makes `output` of the tokens; None: it needs more than they are."""
+    """The part of a graph that computes `output` from token ids; None: it has further inputs."""
     import onnx
 
     made: dict[str, Any] = {name: node for node in graph.graph.node for name in node.output}

@@ -1,5 +1,5 @@
-"""Packages of other exporters, proven against the model they were made from: logits, any split of a prompt, sequences of a batch, padding,
-keys and values where names tell which they are."""
+"""The proof of packages that other exporters made, against their model: logits, prompts in pieces, batches, padding, and keys and values
+where tensor names identify them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from still_export.proof.verdict import Check
 from still_export.runtime.foreign import MASK, ForeignModel, ForeignState
 
 LENGTHS = (1, 7, 64, 65, 131)
-"""Of prompts: what was traced is short, and chunks of linear attention have 64 tokens."""
+"""Prompt lengths: traces are short, and chunks of linear attention have 64 tokens."""
 
 FACTOR = 16
-"""How often PyTorch's own rounding another order of sums may be off; clean packages of other exporters are off twice at most."""
+"""Allowed multiple of PyTorch's own rounding error; clean packages of other exporters reach 2."""
 
 STEPS = 24
-"""Single tokens behind a prompt."""
+"""Single tokens after a prompt."""
 
 LEAST = 1e-6
-"""Of a value's size, what no bound is below: float32 has 24 bits."""
+"""Least bound, relative to a value's size: float32 has 24 bits."""
 
 FLIPS = 0.05
-"""Of the logits' standard deviation: what numbers rounded to 8 bits on the way move them by, where a sum falls on the other side."""
+"""Allowed error of logits in their standard deviations if activations are rounded to 8 bits: sums near a rounding boundary may flip."""
 
 QUANTIZED = ("MatMulNBits", "GatherBlockQuantized", "QMoE", "DequantizeLinear")
 INTEGER = ("MatMulInteger", "DynamicQuantizeMatMul")
@@ -55,7 +55,7 @@ class Reference:
         self.dtype = torch.float16 if half else torch.float32
 
     def run(self, sequences: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Logits [B, T, vocabulary] of whole sequences [B, T], and keys and values by "layer.key"."""
+        """(logits [B, T, vocabulary], keys and values by "layer.key") of whole sequences [B, T]."""
         import torch
 
         from still_export.mixers.cache_layer import CACHE
@@ -112,10 +112,10 @@ class ForeignProof:
         config = _read(AutoConfig, model).get_text_config()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.package = ForeignModel(path, size)
-        given = self.package.next.outputs["logits"].shape[-1]
-        if isinstance(given, int) and given != config.vocab_size:
+        width = self.package.next.outputs["logits"].shape[-1]
+        if isinstance(width, int) and width != config.vocab_size:
             raise ConfigError(
-                f"--model {model}: {path} gives logits of {given} tokens, the model {config.vocab_size}. Name the one it was made from."
+                f"--model {model}: {path} gives logits of {width} tokens, the model {config.vocab_size}. Name the one it was made from."
             )
         self.report = _report(self.package)
         self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))
@@ -128,7 +128,7 @@ class ForeignProof:
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Of the model in float64; of a quantized package its own, of whole prompts."""
+        """Answers of the model in float64; for a quantized package its own answers to whole prompts."""
         if not self.report.quantized:
             return self.reference.run(self.sequences, exact=True)
         logits = []
@@ -139,7 +139,7 @@ class ForeignProof:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """By what is compared, from how far the model's own type is off float64."""
+        """Allowed error by output, from the errors of the model in its own type against float64."""
         exact, kept = self.reference.run(self.sequences, exact=True)
         rounded, others = self.reference.run(self.sequences, exact=False)
 
@@ -172,7 +172,7 @@ class ForeignProof:
         return self.report
 
     def _compare(self, name: str, batch: int, pieces: list[int]) -> None:
-        """The first `batch` sequences, read in calls of so many tokens."""
+        """Compare the first `batch` sequences, read in calls of `pieces` tokens."""
         ends = list(accumulate(pieces))
         exact, kept = self.exact
 
@@ -189,7 +189,8 @@ class ForeignProof:
         self.report.checks.append(self._result(name, read))
 
     def _padding(self, most: int, steps: int) -> None:
-        """A shorter sequence beside a longer one, padded on either side, and steps of both behind it; one of the two sides must hold."""
+        """Compare a shorter and a longer sequence in one call, padded on either side, and steps after it. One of the two sides must
+        match."""
         if not self.package.takes(MASK):
             self.report.unseen.append(f"padding: there is no {MASK}")
             return
@@ -220,7 +221,7 @@ class ForeignProof:
         self.report.checks += results
 
     def _result(self, name: str, read: Callable[[], Iterator[tuple[str, float]]]) -> Check:
-        """The value that is off by most of its bound."""
+        """The check of the value with the largest share of its bound."""
         try:
             found = list(read())
         except UnsupportedError as error:
@@ -231,7 +232,7 @@ class ForeignProof:
         return Check(name, not wrong, f"{worst} off by {off:.2g}, bound {self.bounds[worst]:.2g}{where}")
 
     def _named(self) -> Iterator[tuple[ForeignState, str]]:
-        """States whose names say layer and kind, with the reference's name."""
+        """States whose names have layer and kind, with the reference's name."""
         for state in self.package.states:
             if found := re.search(r"(\d+)\D*?(key|value)s?\b", state.name):
                 yield state, f"{found[1]}.{found[2]}"
@@ -275,7 +276,7 @@ def _read(kind: Any, model: str, **how: Any) -> Any:
 
 
 def _off(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference; what is no number is off by infinity."""
+    """The largest difference; infinity if a number is not finite."""
     if found.shape != wanted.shape:
         return float("inf")
     error = np.abs(found.astype(np.float64) - wanted)

@@ -1,4 +1,4 @@
-"""What users of onnxruntime-genai get of a package: og.Model itself, beside this project's runner on the same tokens."""
+"""Check what users of onnxruntime-genai get: og.Model against this project's runner on the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from still_export.runtime.sampling import RunError
 NAME = "onnxruntime-genai"
 CONFIG = "genai_config.json"
 BOUND = 1e-3
-"""Of the largest logit: both run one graph's linear layers in the same calls, so that they differ by rounding alone, in any type."""
+"""Allowed difference, relative to the largest logit. Both run the same graph in the same calls, so only rounding differs."""
 
 
 def genai_checks(package: Package, steps: int) -> list[Check]:
@@ -60,7 +60,7 @@ def genai_checks(package: Package, steps: int) -> list[Check]:
 
 
 def check_library(package: Package) -> None:
-    """Raise RunError if genai would load native code that this project does not trust: genai does not ask."""
+    """Raise RunError if genai would load native code that is not trusted: genai does not ask."""
     name = _config(package)["model"]["decoder"].get("session_options", {}).get("custom_ops_library")
     if name and native_file(package.path, package.manifest, name) is None:
         raise RunError(
@@ -87,14 +87,14 @@ def _refuses(what: str, attempt: Callable[[], Any]) -> Check:
 
 
 class _Both:
-    """genai and this project's runner on the same tokens; `reserved` ones end a text or fill rows, and are never chosen."""
+    """Runs genai and this project's runner on the same tokens; `reserved` token ids are never chosen."""
 
     def __init__(self, og: Any, model: Any, own: OrtModel, reserved: set[int], padding: int, steps: int) -> None:
         self.og, self.model, self.own, self.reserved, self.steps = og, model, own, sorted(reserved), steps
         self.padding = padding
 
     def compare(self, what: str, prompts: Sequence[np.ndarray], piece: int = 0) -> Check:
-        """One check: every logit within the bound, and every token of genai's the likeliest of the runner's logits, or as likely."""
+        """One check: every logit is within the bound, and every token of genai is the runner's likeliest, or ties with it."""
         counts = np.array([len(prompt) for prompt in prompts])
         padded = np.full((len(prompts), counts.max()), self.padding, np.int64)
         for row, prompt in zip(padded, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""Constants of a graph beside weights, compared with the model's: epsilons of norms, and tables such as frequencies of rotation.
+"""Compare a graph's constants other than weights with the model's: epsilons of norms, tables such as rotary frequencies.
 
 Rounding hides them: an epsilon ten times as large moves no more than a float16 number's last bit.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 DEFAULT = 1e-5
-"""ONNX's epsilon of a norm that says none."""
+"""ONNX's default epsilon."""
 OFF = 1e-6
-"""Of itself that an epsilon, or a number of a table, may be off: it is written in another type."""
+"""Allowed relative difference: constants are stored in another type."""
 EPSILON = "epsilon"
-"""A norm's attribute; that of an op which has taken a norm in has a name that ends so."""
+"""Name of a norm's attribute; fused ops have names that end with it."""
 PREFIX = "model."
 """Before a table's name in a graph."""
 
 
 def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -> Check:
-    """Compare epsilons and tables of every graph of a package with those of the model `source`, where the graph names them."""
+    """Compare epsilons and tables of all graphs of a package with those of the model `source`."""
     import onnx
 
     model = source.outline()
@@ -64,12 +64,12 @@ def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -
 
 
 def _epsilons(graph: Any) -> Iterator[tuple[str, float]]:
-    """Of every norm whose weight is one of the model's, that weight's name and the epsilon."""
+    """(weight name, epsilon) of every norm whose weight is one of the model's."""
     weights = weights_of(graph)
     for node in graph.node:
-        given = [a.f for a in node.attribute if a.name.endswith(EPSILON)]
-        if not given and not (node.op_type.endswith("Normalization") and not node.domain):
+        epsilons = [a.f for a in node.attribute if a.name.endswith(EPSILON)]
+        if not epsilons and not (node.op_type.endswith("Normalization") and not node.domain):
             continue
         names = {name for value in node.input for name in weights.get(value, ()) if name.endswith("norm.weight")}
         if len(names) == 1:
-            yield names.pop(), given[0] if given else DEFAULT
+            yield names.pop(), epsilons[0] if epsilons else DEFAULT

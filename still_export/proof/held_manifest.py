@@ -1,4 +1,4 @@
-"""What a manifest says of the model, compared with the model: programs trust its sizes, layers and states."""
+"""Compare the manifest's description of the model with the model: programs rely on its sizes, layers and states."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 DECIDED = ("dtype", "linearized", "all_logits")
-"""Of `model`, what an export decides."""
+"""Fields of `model` that the export decides."""
 HELD, PORTABLE = ("layer", "op", "growth"), ("shape", "in_place")
-"""Of a state, what no target changes, and what engines have otherwise."""
+"""Fields of a state that no target changes, and fields that engines change."""
 
 
 def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> None:
-    """Compare what follows from the model `source` alone, and what the package is with what its `config` says it was exported with.
+    """Compare the manifest with the model `source`, and with the export's own `config`.
 
     Args:
         dtype: The type that this `config` asks for, of the user's files where it is "auto".

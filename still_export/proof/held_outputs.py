@@ -1,4 +1,4 @@
-"""What a linear layer gives with searched codes (gptq), beside what it gives with plainly rounded ones, on what the model feeds it.
+"""Check searched codes (gptq) by the outputs of their linear layers, next to those of plain rounding, on the model's own activations.
 
 Codes that are moved on purpose may lie further from the weights than rounding to nearest, block by block at most so far. What
 they are moved for is the layer's output: there they lose no more than twice what plain rounding loses.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 TWICE = 2.0
-"""Times the error of plain rounding, root mean square over a text's outputs."""
+"""Allowed multiple of plain rounding's error (root mean square over a text's outputs)."""
 TOKENS = 256
-"""Of the text."""
+"""Tokens of the text."""
 SHOWN = 4
 
 
@@ -73,7 +73,7 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
 
 
 def _lost(held: Stored, weight: Any, inputs: Tensor) -> float:
-    """Times the error of plain rounding that the codes' has, root mean square over the outputs of `inputs` [T, K]."""
+    """Error of the codes divided by plain rounding's, root mean square over the outputs of `inputs` [T, K]."""
     found, least = 0.0, torch.finfo(torch.float32).tiny
     for rows, right in slabs(weight):
         assert held.step is not None

@@ -1,4 +1,4 @@
-"""Settings of a graph's nodes, compared with what PyTorch calls when it computes the user's model.
+"""Compare the settings of a graph's nodes with what PyTorch calls when it computes the user's model.
 
 Attributes of this project's ops, one by one and in order. Of standard ops the functions that bend (Sigmoid, Gelu), of which a graph has
 no more than PyTorch calls; and the single numbers that it computes with, each of which PyTorch has. Rounding hides the one, a prompt within
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 OFF = 1e-6
-"""Of itself that a setting may be off: it is written in float32."""
+"""Allowed relative difference: settings are stored in float32."""
 BENDING: Mapping[str, tuple[str, ...]] = {
     "Sigmoid": ("sigmoid", "silu"),
     "Swish": ("silu",),
@@ -53,7 +53,7 @@ BENDING: Mapping[str, tuple[str, ...]] = {
     "LeakyRelu": ("leaky_relu",),
     "ThresholdedRelu": ("threshold",),
 }
-"""Functions of ONNX by the calls of PyTorch that become them, and of no others."""
+"""Nonlinear functions of ONNX, with the PyTorch calls that become them."""
 WORDS = {"Gelu": ("approximate", "none")}
 """Attributes of standard ops that are words, with their defaults."""
 FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
@@ -104,13 +104,13 @@ def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) ->
 
 
 class _Findings:
-    """What was looked at, and what of it is wrong: where and in words."""
+    """Number of compared settings, and what is wrong."""
 
     def __init__(self) -> None:
         self.count, self.wrong = 0, list[tuple[str, str]]()
 
     def add(self, graph: str, found: Iterator[tuple[str, str]]) -> None:
-        """Each found thing: its place, and what is wrong with it, "": nothing."""
+        """Add pairs (place, fault); an empty fault counts as compared."""
         for where, what in found:
             self.count += 1
             if what:
@@ -130,7 +130,7 @@ def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def _nodes_of(nodes: Sequence[NodeProto], op: str) -> list[NodeProto]:
-    """Nodes of an op; where there is none, of the op that has its attributes and more, as experts with rounded weights have."""
+    """Nodes of an op; if there are none, of the op that has the same attributes and more, such as quantized experts."""
     spec = OPS[op]
     if found := [node for node in nodes if _is(node, spec)]:
         return found
@@ -147,16 +147,16 @@ def _is(node: NodeProto, spec: OpSpec) -> bool:
 def _settings(
     nodes: Sequence[NodeProto], op: str, calls: Sequence[Mapping[str, AttributeValue]]
 ) -> Iterator[tuple[str, str]]:
-    """Every attribute of an op's nodes, those that are left out too."""
+    """Compare every attribute of an op's nodes, including defaults."""
     from onnx import helper
 
     if len(nodes) != len(calls):
         yield op, f"is in {len(nodes)} nodes, and PyTorch calls it {len(calls)} times"
         return
     for number, (node, call) in enumerate(zip(nodes, calls, strict=True)):
-        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        node_values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         for name, right in call.items():
-            found = given.get(name, OPS[op].attribute(name).default)
+            found = node_values.get(name, OPS[op].attribute(name).default)
             found = found.decode() if isinstance(found, bytes) else found
             same = found == right
             if isinstance(right, float) and isinstance(found, (int, float)):
@@ -166,7 +166,7 @@ def _settings(
 
 
 def _functions(nodes: Sequence[NodeProto], right: TorchCalls) -> Iterator[tuple[str, str]]:
-    """Every function that bends, with its word where it has one: no more of it than calls."""
+    """Compare nonlinear functions, with their words: the graph has at most as many as PyTorch calls."""
     found = Counter(node.op_type for node in nodes if node.op_type in BENDING)
     for op, count in found.items():
         most = sum(right.functions[name] for name in BENDING[op])
@@ -187,7 +187,7 @@ def _functions(nodes: Sequence[NodeProto], right: TorchCalls) -> Iterator[tuple[
 
 
 def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -> Iterator[tuple[str, str]]:
-    """Every single number that is not an integer's: an operand, or an attribute of a standard op."""
+    """Compare every scalar that is not an integer: operands, and attributes of standard ops."""
     from onnx import numpy_helper
 
     held: dict[str, TensorProto] = {t.name: t for t in graph.initializer if not _is_weight(t.name, right.tensors)}
@@ -215,7 +215,7 @@ def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -
 
 
 def _is_weight(name: str, tensors: frozenset[str]) -> bool:
-    """Whether it is one of the model's tensors, or a part of its codes, which are held to the model's elsewhere."""
+    """Whether the name is one of the model's tensors or a part of its codes; `held_weights` compares those."""
     bare = [name.removeprefix(start) for start in ("", TABLES, PREFIX)]
     return any(each in tensors or each.rpartition(".")[0] in tensors for each in bare)
 

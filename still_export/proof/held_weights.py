@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 NAME = "every weight is the model's"
 SLAB = 1 << 22
-"""Numbers that are compared at once."""
+"""Numbers compared at a time."""
 SIDE_BY_SIDE = "+"
-"""Between the names of float weights that lie in one, along the outputs (graph/merge.py)."""
+"""Separator of names of float weights that are concatenated along the outputs (graph/merge.py)."""
 HALF_STEP = 0.5
-"""Steps that rounding to nearest may be off."""
+"""Largest error of rounding to nearest, in steps."""
 LAST_CODE = 1.0
-"""Steps that a number beyond the last code of 8 bits may be off: the other extreme of a block has the code -128."""
+"""Largest error in steps at the end of the 8-bit range: the other extreme of a block has the code -128."""
 COARSER = 1.1
-"""Times plain rounding's step that a step may have."""
+"""Allowed ratio of a step to plain rounding's."""
 LOST = 3.0
-"""Times what plain rounding loses in a block of inputs, or in a row, that a method which searches may lose. Codes one step off lose 3.5
+"""Allowed loss of a method that searches codes, in multiples of plain rounding's loss over a block or row. Codes one step off lose 3.5
 times as much, a block of zeros 9 times."""
 
 
@@ -71,7 +71,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Finding:
-    """The worst number of a weight that is not the model's."""
+    """The worst number of a wrong weight."""
 
     graph: str
     name: str
@@ -141,7 +141,7 @@ def check_weights(
 
 
 def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
-    """The weights of a graph by the model's names, of those that `weights` has."""
+    """The stored weights of a graph by the model's names, for those in `weights`."""
     values = _graph(path).initializers
     parts = {str(name): value.const_value for name, value in values.items() if value.const_value is not None}
     found: dict[str, Stored] = {}
@@ -163,7 +163,7 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) ->
 
 
 def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
-    """Those of `stored_weights` whose method moves them on purpose."""
+    """Those of `stored_weights` whose method moves them (gptq)."""
     judge = _Judge(manifest)
     if judge.method == DEFAULT_METHOD:
         return {}
@@ -172,7 +172,7 @@ def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) 
 
 
 def _graph(path: Path) -> ir.Graph:
-    """Weights and nodes of a graph; types of values and function bodies, which are most of a graph, are left out."""
+    """Weights and nodes of a graph, without value types and function bodies, which are most of it."""
     import onnx
     import onnx_ir as ir
 
@@ -193,12 +193,12 @@ def _place(tensor: ir.TensorProtocol, *more: object) -> tuple[object, ...] | Non
 
 
 def _multiplies(value: ir.Value) -> bool:
-    """Whether a product reads it as [in, out]."""
+    """Whether a MatMul reads it as [in, out]."""
     return any(node.op_type in ("MatMul", "FusedMatMul") and index == 1 for node, index in value.uses())
 
 
 def _float(tensor: ir.TensorProtocol, shape: tuple[int, ...], start: int, turned: bool) -> Stored:
-    """A float weight of `shape`; `turned` where it lies as [in, out], maybe beside others."""
+    """A float weight of `shape`; `turned`: stored as [in, out], possibly concatenated with others."""
     held = tuple(np.asarray(tensor.shape, np.int64).tolist())
     size = shape[0] if shape else 1
     turned = len(shape) == len(held) == 2 and held[0] == shape[1] and (turned or held != shape)
@@ -227,7 +227,7 @@ def _coded(
     weight: Weight,
     sizes: Mapping[str, int],
 ) -> Stored:
-    """A weight in fewer bits, whose numbers `rows` reads."""
+    """A quantized weight; `rows` decodes its numbers."""
     ending = ("half", "scales", "outer", *K_QUANT.values())
     full = next(n for n in parts if n.rpartition(".")[2] in ending and name in n.rpartition(".")[0].split(TOGETHER))
     names = full.rpartition(".")[0]
@@ -262,7 +262,7 @@ def _coded(
 
 
 class _Judge:
-    """What a stored weight may differ by."""
+    """Allowed differences of stored weights."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         config = manifest["config"]
@@ -271,12 +271,12 @@ class _Judge:
         self.half = manifest["model"]["dtype"] != "float32"
 
     def searched(self, name: str, held: Stored, weight: Weight) -> bool:
-        """Whether its method moves weights on purpose."""
+        """Whether its method moves weights (gptq)."""
         exact = is_coded(weight) and name not in self.again
         return held.kind == "codes" and 0 < held.bits < 8 and self.method != DEFAULT_METHOD and not exact
 
     def compare(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
-        """The worst number of a weight; None: it is the model's."""
+        """The worst number of a weight; None: it equals the model's."""
         if self.searched(name, held, weight):
             return self._lost(graph, name, held, weight)
         worst, place, count = (0.0, 0.0, 0.0, 0.0), (), 0
@@ -289,7 +289,7 @@ class _Judge:
                 if bool(same.all()):
                     continue
             else:
-                same = (found - right).abs() <= allowed  # of NaN nothing is
+                same = (found - right).abs() <= allowed  # comparisons with NaN are false
                 if bool(same.all()):
                     continue
             found, right = found.float(), right.float()
@@ -306,7 +306,7 @@ class _Judge:
     def _allowed(
         self, name: str, held: Stored, weight: Weight, right: Tensor, found: Tensor, rows: slice
     ) -> float | Tensor:
-        """What each number may differ by; 0.0: by no bit."""
+        """Allowed difference of each number; 0.0: equal to the last bit."""
         pairs = isinstance(weight, Deferred) and weight.adapted is not None
         largest = right.abs().amax(-1, keepdim=True)
         if held.kind == "float":
@@ -329,7 +329,7 @@ class _Judge:
         return allowed.masked_fill(coarser, -1.0)
 
     def _lost(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
-        """Of a method that searches: what its codes lose beside plain rounding's, of each block of inputs and each row."""
+        """For a method that searches codes: their loss next to plain rounding's, by block of inputs and by row."""
         columns: Tensor | float = 0.0
         plain: Tensor | float = 0.0
         worst = 0.0
@@ -355,7 +355,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def plainly_rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
-    """`values` to nearest, between the least and the largest of each block."""
+    """`values` rounded to the nearest of 2^bits levels between the smallest and largest of each block."""
     parts = values.unflatten(-1, (blocks, -1))
     low, high = parts.amin(-1, keepdim=True).clamp_max(0), parts.amax(-1, keepdim=True).clamp_min(0)
     step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
@@ -364,7 +364,7 @@ def plainly_rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
 
 
 def slabs(weight: Weight) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a weight in float32, whole blocks of 8 of them at a time."""
+    """Rows of a weight in float32, in multiples of 8 blocks."""
     outputs = int(weight.shape[0]) if weight.dim() else 1
     each = max(8, SLAB // max(1, math.prod(weight.shape[1:])) // 8 * 8)
     whole = value_of(weight).detach()

@@ -1,5 +1,7 @@
-"""What a subject may err: multiples of the error of PyTorch's own run in the package's type, row by row and in the median. Pure functions
-of arrays; the multiples are in `constants`."""
+"""Bounds of a subject's errors: multiples of the errors of PyTorch's own run in the package's type, row by row and in the median.
+
+Pure functions of arrays; the multiples are in `constants`.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,11 @@ class Worst:
 
     @property
     def share(self) -> float:
-        """The error in parts of its bound."""
         return self.worst / max(self.bound, TINY)
 
 
 class Bounds:
-    """What PyTorch's own run of the same calls says about rounding.
+    """Rounding errors of PyTorch's own run of the same calls, and the bounds that follow from them.
 
     Args:
         cases: All that the package is asked.
@@ -85,7 +86,7 @@ class Bounds:
         self.sums = {name: ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * size for name, size in largest.items()}
         found = {name: np.concatenate([*each, np.zeros((2, 1))], axis=1) for name, each in rows.items()}
         self.usual = {name: np.sqrt(np.square(each).mean(1)) for name, each in found.items()}
-        # Where PyTorch's own run began anew at the reference's state, behind a tie, it has no error: that says nothing.
+        # Where PyTorch's own run restarted from the reference's state after a tie, it has no error to measure.
         self.ordered = {name: np.sort(each[:, each.any(0)].astype(np.float32)) for name, each in found.items()}
         self.tail = {name: TAIL * found[name].max(1) for name in parts}
         self.tail_median = {name: TAIL_MEDIAN * np.concatenate(each, axis=1).max(1) for name, each in parts.items()}
@@ -93,11 +94,14 @@ class Bounds:
             name: _rounded_up(max(self.row * coarse * float(each[0].max()), self._sums(name)))
             for name, each in found.items()
         }
-        """The largest bound of any number, by output."""
+        """Largest bound of any number, by output."""
 
     def judge(self, case: Case, output: str, calls: Sequence[np.ndarray], least: Sequence[np.ndarray] = ()) -> Worst:
-        """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows. `least`
-        is what rows may err at least, of each call."""
+        """Judge one output by `row_errors` of all calls of a case: every row, and the median of each head's rows.
+
+        Args:
+            least: Smallest bound of rows, for each call.
+        """
         usual = self._usual(output, case)
         found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -107,7 +111,7 @@ class Bounds:
                 bounds = self._row_bounds(output, own, usual)
                 if least:
                     bounds = np.maximum(bounds, least[number])
-                # What is no finite number is beyond any bound.
+                # A non-finite number exceeds every bound.
                 with np.errstate(over="ignore"):
                     shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / bounds)
                 at = np.unravel_index(int(shares.argmax()), errors.shape)
@@ -117,10 +121,10 @@ class Bounds:
                 )
                 parts.append((_by_head(errors), _by_head(own)))
         worst = max(found, key=lambda verdict: verdict.share)
-        if parts and worst.share <= 1:  # a row says where
+        if parts and worst.share <= 1:  # a row has a place to report
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
             times = self.logits if output == LOGITS else self.median * self.coarse
-            # Rows that are heads, or channels, of a sequence read the same tokens: what one errs in, all do.
+            # Rows that are heads or channels of one sequence read the same tokens: their errors come together.
             together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
             usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
             bounds = np.maximum(times * usual, self._sums(output))
@@ -132,7 +136,7 @@ class Bounds:
         return worst
 
     def mean(self, case: Case, output: str) -> float:
-        """What the mean error of an output of a case may be; infinite where whole runs are judged, whose choices may turn."""
+        """Bound of the mean error of an output; infinite for whole runs, whose choices may differ."""
         if not self.sharp:
             return math.inf
         rows = sum(self._draws(output, call[output][0]) for call in case.own if output in call)
@@ -140,32 +144,34 @@ class Bounds:
         return max(times * self.coarse * case.own_mean[output], self._sums(output))
 
     def _draws(self, output: str, errors: np.ndarray) -> int:
-        """Of [B, ..], how many draws of rounding they are: rows; of a state of fixed size heads of sequences, whose rows err together."""
+        """Number of independent rounding draws in `errors` [B, ..]: rows; for a state of fixed size heads, whose rows err together."""
         if output not in self.fixed:
             return int((~np.isnan(errors)).sum())
         return int((~np.isnan(errors)).reshape(*errors.shape[: min(2, errors.ndim - 1)], -1).any(-1).sum())
 
     def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
-        """What rows of a call's output may err, [2, ...] as `row_errors`."""
+        """Bounds of rows of a call's output, [2, ...] like `row_errors`."""
         return self._row_bounds(output, self._own(output, case.own[number][output]), self._usual(output, case))
 
     def arguments(self, half: bool) -> list[str]:
-        """Polygraphy's flags: a median in half precision, where a tie may turn whole rows, else every number."""
+        """Polygraphy's flags: the median in half precision, where a tie may change whole rows, else the maximum."""
         bounds = [f"{name}:{bound}" for name, bound in self.absolute.items()]
         flags = ["--atol", "0.0", *bounds, "--rtol", "0.0", "--check-error-stat", "median" if half else "elemwise"]
         return [*flags, "--infinities-compare-equal"]
 
     def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
-        """PyTorch's errors of rows [2, ...]. Along a row of a state in half precision at least what its largest error is where all are by
-        chance: features that PyTorch norms in float32 sum to a constant, so along a sum of them it hardly errs; kernels round each. By
-        layer of logits, too, which are few and whose errors come of one hidden state: how much lies along is chance."""
+        """PyTorch's row errors [2, ...], raised to what chance allows.
+
+        Along a row, PyTorch's error may be small by chance: features that it normalizes in float32 sum to a constant. So the second error
+        is at least what the largest error makes of it for random errors; by layer for logits too, whose errors come from one hidden state.
+        """
         if not self.half or (output == LOGITS and not self.sharp):
             return errors
         return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
 
     def _usual(self, output: str, case: Case) -> np.ndarray:
-        """The root of the mean square of PyTorch's errors over all rows; in float32 that of a state's rows in this case where it is larger,
-        for sums over many tokens err by more than those over few. In half precision `tail` says so."""
+        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger. In half
+        precision see `tail`."""
         if output == LOGITS or output in self.tail:
             return self.usual[output]
         own = [call[output].reshape(2, -1) for call in case.own if output in call]
@@ -174,15 +180,15 @@ class Bounds:
         return np.fmax(self.usual[output], np.sqrt(np.square(rows).mean(1)))
 
     def _row_bounds(self, output: str, own: np.ndarray, usual: np.ndarray) -> np.ndarray:
-        """Of errors [2, ...]."""
-        own = np.where(np.isfinite(own), own, 0.0)  # where PyTorch's own run overflows it allows nothing
+        """Bounds for errors [2, ...]."""
+        own = np.where(np.isfinite(own), own, 0.0)  # an overflow of PyTorch's own run allows nothing
         across = (2, *[1] * (own.ndim - 1))
         usual, tail = (side.reshape(across) for side in (usual, self.tail.get(output, np.zeros(2))))
         bounds = np.maximum(self.row * np.fmax(own, usual), tail)
         return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
 
     def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
-        """Of as many of PyTorch's rows as parts [2, heads, n] have, [2, heads]: the medians' upper limits. `together` rows are one draw."""
+        """Upper limits [2, heads] of the medians of PyTorch's rows, for parts [2, heads, n]. `together` rows are one draw."""
         ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
         size = ordered.shape[1]
         at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1
@@ -193,25 +199,28 @@ class Bounds:
 
 
 def _by_head(errors: np.ndarray) -> np.ndarray:
-    """Rows [2, heads, n] of a state's [2, B, H, ..]; all as one of logits [2, B, T] and of what has no heads."""
+    """Rows [2, heads, n] of a state's [2, B, H, ..]; logits [2, B, T] and outputs without heads are one part."""
     heads = errors.shape[2] if errors.ndim > 3 else 1
     return errors.swapaxes(1, 2).reshape(2, heads, -1) if heads > 1 else errors.reshape(2, 1, -1)
 
 
 def _part_medians(rows: np.ndarray) -> np.ndarray:
-    """Of [2, heads, n]; 0 of a head with too few rows."""
+    """Medians of [2, heads, n]; 0 for a head with too few rows."""
     few = np.isfinite(rows).sum(2) < FEWEST
     return np.where(few, 0.0, np.nan_to_num(_medians(rows), posinf=np.inf))
 
 
 def _above(count: np.ndarray) -> np.ndarray:
-    """The part of a distribution below which the median of `count` draws lies but for CHANCE. Where q of it lie above, at least half of n
-    draws do by a chance of (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of Asymptotic Efficiency", 1952)."""
+    """Quantile that the median of `count` draws exceeds with probability CHANCE at most.
+
+    If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
+    Asymptotic Efficiency", 1952).
+    """
     return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
 
 
 def _medians(rows: np.ndarray) -> np.ndarray:
-    """Of what is no NaN; NumPy's own takes one row after the other."""
+    """Medians without NaN; NumPy's nanmedian loops over rows."""
     ordered = np.sort(rows, axis=2)  # NaN last
     count = (~np.isnan(rows)).sum(2, keepdims=True)
     if not rows.shape[2]:
@@ -221,7 +230,7 @@ def _medians(rows: np.ndarray) -> np.ndarray:
 
 
 def _rounded_up(value: float) -> float:
-    """`value` with three digits, never less; so that flags stay short."""
+    """`value` rounded up to three digits, so that flags stay short."""
     if value == 0:
         return 0.0
     digits = DIGITS - 1 - math.floor(math.log10(value))

@@ -1,4 +1,4 @@
-"""What a comparison found: of a case, of each output, and of a package."""
+"""Results of comparisons: of a case, of an output, of a package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Judged:
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         least: Of each, what rows may err at least, by layer, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
-        beside: By output, what the rounding of features makes of all its numbers' errors, in sum.
+        feature_rounding: By output, what the rounding of features makes of all its numbers' errors, in sum.
         same: Where both find the same token the likeliest, over all calls.
         found: What is absolutely wrong of the target's outputs.
         open_rows: Rows behind near ties that the reference did not follow, which are not compared.
@@ -45,7 +45,7 @@ class Judged:
     found: Findings
     open_rows: int = 0
     guessed: bool = False
-    beside: Mapping[str, float] = field(default_factory=dict)
+    feature_rounding: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class Judged:
         written: Mapping[str, float] = NO_SUMS,
         averaged: Mapping[str, float] = NO_SUMS,
     ) -> Judged:
-        """What `pairs` say.
+        """Compare `pairs`.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
@@ -74,7 +74,7 @@ class Judged:
         units: list[Arrays] = []
         least: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
-        beside: dict[str, float] = {}
+        feature_rounding: dict[str, float] = {}
         found = Findings()
         for number, (expected, actual) in enumerate(pairs):
             errors.append({})
@@ -84,7 +84,7 @@ class Judged:
                 errors[-1][name], total = errors_of(right, actual[name])
                 if name in summed or name in written:
                     size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
-                    size = np.where(np.isfinite(size), size, 0)  # else it would allow anything
+                    size = np.where(np.isfinite(size), size, 0)  # otherwise it would allow anything
                     if name in written:
                         least[-1][name] = written[name] * size
                     else:
@@ -94,7 +94,9 @@ class Judged:
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
                 if name in averaged:
                     sizes = np.abs(right, dtype=np.float64)
-                    beside[name] = beside.get(name, 0.0) + averaged[name] / 2 * float(sizes[np.isfinite(sizes)].sum())
+                    feature_rounding[name] = feature_rounding.get(name, 0.0) + averaged[name] / 2 * float(
+                        sizes[np.isfinite(sizes)].sum()
+                    )
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.unreported:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
@@ -106,26 +108,26 @@ class Judged:
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
         top = np.concatenate(same or [np.zeros(0, bool)])
-        return cls(case, errors, units, least, sums, top, found, open_rows, beside=beside)
+        return cls(case, errors, units, least, sums, top, found, open_rows, feature_rounding=feature_rounding)
 
     def distance(self, output: str) -> float:
-        """The square of the difference of both sides, in parts of the square of PyTorch's."""
+        """Squared difference of both sides relative to PyTorch's square."""
         product, right, other = self.sums[output].tolist()[2:]
         return float((right + other - 2 * product) / max(right, TINY))
 
-    def held(self, output: str) -> list[np.ndarray]:
-        """Of each call the errors of `output` that are held to bounds."""
+    def errors_of_output(self, output: str) -> list[np.ndarray]:
+        """The judged errors of `output`, call by call."""
         each = [(errors[output], units.get(output)) for errors, units in zip(self.errors, self.units, strict=True)]
         return [errors if unit is None else np.maximum(errors - unit, np.minimum(errors, 0)) for errors, unit in each]
 
     def report(self, output: str, bounds: Bounds) -> OutputReport:
-        """Errors of `output`, and whether it keeps its bounds."""
+        """Errors of `output`, and whether they are within bounds."""
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
         least = [rows[output] for rows in self.least if output in rows]
-        verdict = bounds.judge(self.case, output, self.held(output), least)
+        verdict = bounds.judge(self.case, output, self.errors_of_output(output), least)
         mean = total / count if count else 0.0
-        most = bounds.mean(self.case, output) + self.beside.get(output, 0.0) / max(count, 1)
+        most = bounds.mean(self.case, output) + self.feature_rounding.get(output, 0.0) / max(count, 1)
         if verdict.share <= 1 and mean > most:
             verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
         return OutputReport(
@@ -168,11 +170,11 @@ class OutputReport:
 
     @property
     def of_bound(self) -> float:
-        """The judged error in parts of its bound."""
+        """The judged error divided by its bound."""
         return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
 
     def describe(self) -> str:
-        """Where its worst error is, in a line."""
+        """One line about its worst error."""
         part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
         part = part if self.worst_call else "mean error of all rows"
         place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
@@ -204,7 +206,7 @@ class Report:
         self.passed = good and not self.selections.wrong
 
     def including(self, verdict: Verdict) -> Report:
-        """With the checks of another part of the proof."""
+        """This report with the checks of another part of the proof."""
         return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
 
     @property
@@ -226,8 +228,7 @@ class Report:
 
 
 def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little; 0
-    where all rows are zeros."""
+    """Relative errors of PyTorch's rows [2, 1, ..], by root mean squares, so that small rows count little; 0 if all rows are zeros."""
     rows, sizes = (np.where(np.isfinite(own), x, 0).reshape(2, -1).astype(np.float64) for x in (own, size))
     size = np.linalg.norm(sizes, axis=1)
     share = np.divide(np.linalg.norm(rows, axis=1), size, out=np.zeros(2), where=size > 0)
@@ -235,8 +236,8 @@ def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
-    """Make NaN what no choice of the reference explains: of a sequence whose choice was turned in a layer, all that this layer and later
-    ones keep, and logits, from that call on. Returns the number of rows."""
+    """Set errors after an unexplained choice to NaN: in that layer and later ones and in logits, from that call on. Returns the number of
+    rows."""
     count, lowest = 0, np.zeros(0)
     for call, layers in zip(errors, turned, strict=False):
         for layer, sequences in layers.items():

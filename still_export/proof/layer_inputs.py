@@ -1,4 +1,4 @@
-"""Which tensors of a package's graph are the hidden states that its layers read."""
+"""Find the tensors of a graph that are the hidden states each layer reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from onnx import GraphProto
 
 CONTRIB = ("output", "mean", "deviation", "sum")
-"""Outputs of ONNX Runtime's own norms that add the residual first; other standard ops have no fourth output."""
+"""Outputs of ONNX Runtime's norms that add the residual first. No other standard op has four outputs."""
 
 
 def weights_of(graph: GraphProto) -> dict[str, frozenset[str]]:
-    """By each value that weights alone make, one plus a norm's weight for instance, the names of the weights; constants have none."""
+    """Names of the weights that each value is computed from, for values that depend on weights alone (one plus a norm's weight, say)."""
     found = {tensor.name: frozenset([tensor.name]) for tensor in graph.initializer}
     for node in graph.node:
         inputs = [name for name in node.input if name]
@@ -26,10 +26,9 @@ def weights_of(graph: GraphProto) -> dict[str, frozenset[str]]:
 
 
 def layer_inputs(path: Path, layers: int) -> list[str]:
-    """Names of what layers 1, 2, ... read, and where it is found what the norm behind the last reads: input, or sum, of the first node that
-    has a weight of the layer, or of none. Empty where a layer is not found.
+    """Names of what layers 1, 2, ... and the norm after the last read; empty if a layer is not found.
 
-    The names are a guess by structure, which who uses them checks by numbers.
+    Found by structure: the input, or sum, of the first node with a weight of the layer. The caller checks them by numbers.
     """
     import onnx
 
@@ -50,5 +49,5 @@ def layer_inputs(path: Path, layers: int) -> list[str]:
         outputs = [each.name for each in OPS[node.op_type].outputs] if node.op_type in OPS else CONTRIB
         sums = [name for name, said in zip(node.output, outputs, strict=False) if said == "sum" and name]
         value = [*sums, *read][0]
-        found.append(casts.get(value, value))  # a norm may widen what it reads
+        found.append(casts.get(value, value))  # a norm may cast its input
     return found if len(found) >= layers - 1 and len(set(found)) == len(found) else []

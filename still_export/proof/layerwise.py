@@ -1,4 +1,4 @@
-"""PyTorch's answers to many calls at once, layer by layer: one layer's weights are in memory at a time."""
+"""PyTorch's answers to many calls at once, layer by layer, with the weights of one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
-from still_export.models.step import decode_given
+from still_export.models.step import decode_with
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
@@ -26,15 +26,15 @@ from still_kernels.ties import CHOSEN
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 8192
-"""Of an embedding or a head that are read and widened at once."""
+"""Rows of an embedding or head that are read and cast at once."""
 
 
 MARGINS = "margins"
-"""What routers compared of each token, and behind it 1 where a token went, as an output `present_margins.<layer>` that no package has."""
+"""Name of the output `present_margins.<layer>`: router scores of each token, then 1 for the chosen experts. No package has it."""
 
 
 NEARER = 1e-3
-"""Part of its distance to a key that a token which PyTorch would select is nearer than another: of equal ones it is the one."""
+"""Factor by which a token selected by PyTorch counts as nearer to a key, so that it wins among equal tokens."""
 
 
 class LayerwiseModel:
@@ -64,11 +64,11 @@ class LayerwiseModel:
 
     @property
     def rounds(self) -> bool:
-        """Whether linear layers round what they sum in a wider type."""
+        """Whether linear layers sum in a wider type and round."""
         return self.dtype == torch.float16
 
     def drawn(self, number: int) -> LayerwiseModel:
-        """The same model, whose linear layers round up or down by chance, where they round: another draw of what rounding does."""
+        """The same model with stochastic rounding in its linear layers (seed `number`): another sample of rounding errors."""
         other = copy(self)
         other.draw = number
         return other
@@ -77,7 +77,7 @@ class LayerwiseModel:
         return empty_feed(self.table, batch, capacity)
 
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
-        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
+        """Outputs of every call: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
         passage = self.begin(chains)
         for index in range(self.layers):
             passage.through(index)
@@ -85,7 +85,7 @@ class LayerwiseModel:
         return passage.outputs
 
     def begin(self, chains: Sequence[Chain]) -> Passage:
-        """`chains` before the first layer: for who looks at a layer's outputs before the next one runs."""
+        """`chains` before the first layer, for callers that read each layer's outputs."""
         return Passage(self, chains)
 
     @property
@@ -93,8 +93,8 @@ class LayerwiseModel:
         return int(self.config.num_hidden_layers)
 
     def outline(self, tokens: np.ndarray) -> Any:
-        """The model with the embedding's rows of `tokens`, ascending, in the place of all; the other weights that belong to no layer; and
-        for layers and the head stand-ins without memory."""
+        """The model without layers and head: embedding rows of `tokens` (ascending) only, other weights complete, meta tensors
+        elsewhere."""
         weights = self.source.weights
         apart = ("model.layers.", EMBEDDING, HEAD)
         tensors = {n: self._stand_in(w) if n.startswith(apart) else self._value(w) for n, w in weights.items()}
@@ -110,7 +110,7 @@ class LayerwiseModel:
         return model
 
     def heads(self, model: Any) -> Iterator[slice]:
-        """Rows of the head, which `model` has in the place of all."""
+        """Slices of the head's rows; `model` has one slice at a time."""
         weight, first = self.source.weights.get(HEAD, self.source.weights[EMBEDDING]), 0
         for piece in row_pieces(weight, ROWS):
             model.lm_head.weight = torch.nn.Parameter(self._widened(piece, weight), requires_grad=False)
@@ -118,7 +118,7 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, model: Any, index: int) -> Iterator[None]:
-        """With the weights of layer `index`."""
+        """Load the weights of layer `index`."""
         prefix = f"model.layers.{index}."
         names = [name for name in self.source.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.source.weights[name] for name in names}
@@ -131,14 +131,14 @@ class LayerwiseModel:
         return self._widened(narrow_value_of(weight), weight)
 
     def _widened(self, part: Tensor, weight: Weight) -> Tensor:
-        """A part of a weight in the type that is computed in, widened where it computes: half the bytes go there."""
+        """A part of a weight in the type that is computed in. It is cast on the device, to copy half the bytes."""
         return part.to(self.device).to(self.asked or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
         return torch.zeros((), dtype=self.asked or weight.dtype, device=self.device).expand(weight.shape)
 
     def states_of(self, index: int) -> dict[str, torch.dtype]:
-        """By name, the types of a layer's states."""
+        """Types of a layer's states by name."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
             s.name.rpartition(".")[0]: wide if s.dtype == "float32" else getattr(torch, s.dtype)
@@ -157,7 +157,7 @@ class Passage:
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
         self._layers, self._linear = layers, _Linear(layers.draw, layers.device)
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
-        tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
+        tokens = np.unique(every.clip(0))  # -1, for given embeddings, reads any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
         self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
@@ -166,28 +166,28 @@ class Passage:
 
     @property
     def unsure(self) -> list[bool]:
-        """Of each chain, whether it was told keys that may be another token's of those run so far."""
+        """For each chain, whether a selected key so far could belong to more than one token."""
         return [chain.unsure for chain in self._work]
 
     @property
     def overflows(self) -> list[int | None]:
-        """Of each chain, the first layer whose hidden states are not finite; None: none so far."""
+        """For each chain, the first layer whose hidden states are not finite; None: none so far."""
         return [chain.overflow for chain in self._work]
 
     @torch.no_grad()
     def through(self, index: int) -> None:
         of = self._layers
-        # PyTorch says what is right: on a GPU, too, the kernels that packages run do not answer for themselves.
+        # PyTorch is the reference, also on a GPU: the package's kernels must not check themselves.
         with pytorch_forms(), self._linear, of.layer(self._model, index):
             last = index == of.layers - 1
-            layer = _Layer(self._model, self._cache, index, last, of.states_of(index), self._linear)
+            layer = _LayerRun(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
                 chain.through(index, layer)
         self._linear.forget()
 
     @torch.no_grad()
     def answer(self) -> None:
-        """Logits of every call, of what the last layer gave."""
+        """Compute the logits of every call from the last layer's output."""
         asked = []
         vocabulary = self._layers.source.weights[EMBEDDING].shape[0]
         for chain in self._work:
@@ -209,16 +209,16 @@ _linear = functional.linear
 
 
 def _with_hidden(given: Any, hidden: Tensor) -> Any:
-    """What a layer gave, with other hidden states."""
+    """A layer's output with other hidden states."""
     return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
 
 
 class _Reached(Exception):
-    """A layer that is not the last one has been computed."""
+    """Stops the model after the layer."""
 
 
-class _Layer:
-    """Runs one layer as its family calls it: those before it pass hidden states on, those behind it are not reached."""
+class _LayerRun:
+    """Runs one layer the way its family calls it: earlier layers are skipped, later ones not reached."""
 
     def __init__(
         self, model: Any, cache: StillCache, index: int, last: bool, states: dict[str, torch.dtype], linear: _Linear
@@ -226,35 +226,35 @@ class _Layer:
         self.model, self.cache, self.index, self.last, self.states = model, cache, index, last, states
         self.linear = linear
         self.seen: dict[str, Tensor] = {}
-        self.follow: Tensor | None = None
-        self.told: Tensor | None = None
+        self.experts: Tensor | None = None
+        self.tokens_to_select: Tensor | None = None
         self.unsure: Tensor | None = None
-        self.given: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
         self.after: Tensor | None = None
         self.gave: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
-            module.watch = self._route  # of a layer that chooses twice the experts, which come after attention
+            module.watch = self._route  # second choice of a layer: experts, which come after attention
         for module in selecting:
             module.watch = self._select if module.selects else None
 
     def _route(self, margins: Tensor) -> Tensor | None:
-        """Keep the margins [B, T, ., E] and where tokens go; the experts, or blocks, [B, T, k] that they are told."""
+        """Record router scores [B, T, ., E] and choices; returns the experts, or blocks, [B, T, k] to use."""
         went = margins[..., -1:, :] > 0
-        told = self.follow
-        if told is not None:
+        experts = self.experts
+        if experts is not None:
             count = went.shape[-1]
-            places = torch.where((told < 0) | (told >= count), count, told)
+            places = torch.where((experts < 0) | (experts >= count), count, experts)
             one_hot = went.new_zeros(*went.shape[:-1], count + 1).scatter_(-1, places[:, :, None], True)[..., :count]
-            went = torch.where((told < 0).all(-1)[..., None, None], went, one_hot)
+            went = torch.where((experts < 0).all(-1)[..., None, None], went, one_hot)
         self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
-        return told
+        return experts
 
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-        """What is told in the place of `selected`, all like `Watch`; keeps the tokens' places."""
-        if self.told is not None:
-            selected, unsure = _told(self.told, number, keys, selected)
+        """Replace `selected` by the given selection (arguments: see `Watch`), and record the tokens' places."""
+        if self.tokens_to_select is not None:
+            selected, unsure = _selected(self.tokens_to_select, number, keys, selected)
             self.unsure = unsure if self.unsure is None else self.unsure | unsure
         number = number[:, None, :, None]
         found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
@@ -265,12 +265,12 @@ class _Layer:
     def __call__(
         self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
     ) -> tuple[Any, dict[str, Tensor]]:
-        """What the layer gives, behind the model's norm if it is the last one, and its states; `hidden` is what the one before gave."""
+        """(the layer's output, normalized after the last layer, its states); `hidden` is the output of the layer before."""
         cache, layers = self.cache, self.model.model.layers
         self.seen.clear()
         cache.progress.length = length
         cache.progress.begin(new, None)
-        # A sequence that brings nothing has logits, too: those of its first column.
+        # Also a sequence without new tokens has logits: those of its first column.
         real = torch.arange(tokens.shape[1], device=tokens.device) < new[:, None].clamp_min(1)
         self.linear.real = None if bool(real.all()) else real
         if states:
@@ -294,7 +294,7 @@ class _Layer:
         layers[self.index].forward = compute
         positions = length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         try:
-            result = decode_given(self.model, positions, cache, tokens, self.given).last_hidden_state
+            result = decode_with(self.model, positions, cache, tokens, self.inputs).last_hidden_state
         except _Reached:
             result = found[0]
         finally:
@@ -323,14 +323,15 @@ class _Chain:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
-    def through(self, index: int, layer: _Layer) -> None:
+    def through(self, index: int, layer: _LayerRun) -> None:
         start = self.chain.start
         states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
-        follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
-        layer.told, layer.unsure = None if told is None else torch.from_numpy(told).to(self.device), None
+        experts, tokens = self.chain.follow.get(~index), self.chain.follow.get(index)
+        layer.tokens_to_select = None if tokens is None else torch.from_numpy(tokens).to(self.device)
+        layer.unsure = None
         for i, call in enumerate(self.chain.calls):
-            layer.follow = None if follow is None else self._at(follow, i)
-            layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
+            layer.experts = None if experts is None else self._at(experts, i)
+            layer.inputs = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
             read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
@@ -338,7 +339,7 @@ class _Chain:
                 self.hidden[i] = _with_hidden(self.hidden[i], read[0])
             layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            more = {HIDDEN: self._given(i, layer.gave)} if len(call.inputs) > index else {}
+            more = {HIDDEN: self._output(i, layer.gave)} if len(call.inputs) > index else {}
             self._keep(i, states | layer.seen | more, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index
@@ -347,40 +348,40 @@ class _Chain:
     def _tensor_of(self, given: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
 
-    def _given(self, number: int, hidden: Any) -> Tensor:
-        """What the layer gave of a call, zeros in the place of padding."""
+    def _output(self, number: int, hidden: Any) -> Tensor:
+        """The layer's output for a call, zero at padding."""
         given = hidden[0] if isinstance(hidden, tuple) else hidden
         real = torch.arange(given.shape[1], device=given.device) < self.new[number][:, None]
         return torch.where(real[..., None], given, 0)
 
     @staticmethod
     def _is_finite(hidden: Any, new: Tensor) -> bool:
-        """Whether what a layer gave is finite, padding left out."""
+        """Whether a layer's output is finite outside padding."""
         given = hidden[0] if isinstance(hidden, tuple) else hidden
         real = torch.arange(given.shape[1], device=given.device) < new[:, None]
         return bool(given[real].isfinite().all())
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        if are_zeros(array):  # which need not travel
+        if are_zeros(array):  # to save a transfer
             return torch.zeros(array.shape, dtype=dtype, device=self.device)
         return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self.device, dtype)
 
     def _at(self, follow: np.ndarray, number: int) -> Tensor:
-        """What is told of the tokens of a call."""
+        """The given choices for the tokens of a call."""
         places = self.lengths[number][:, None] + torch.arange(self.tokens[number].shape[1], device=self.device)
-        told = self._tensor(follow)
-        within = (places < told.shape[1])[..., None]
-        found = told.gather(1, places.clamp_max(told.shape[1] - 1)[..., None].expand(-1, -1, told.shape[2]))
+        chosen = self._tensor(follow)
+        within = (places < chosen.shape[1])[..., None]
+        found = chosen.gather(1, places.clamp_max(chosen.shape[1] - 1)[..., None].expand(-1, -1, chosen.shape[2]))
         return torch.where(within, found, -1)
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
-        """States, and margins, that the call keeps."""
+        """Store the states and margins that the call keeps."""
         keep = self.chain.calls[number].keep
         kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
         self.outputs[number].update({name: _compact(x) for name, x in kept.items()})
 
     def asked(self, all_logits: bool) -> Iterator[tuple[Tensor, Arrays]]:
-        """Of every call the hidden states whose logits are asked for, and its outputs."""
+        """For every call, the hidden states whose logits are needed, and its outputs."""
         for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
             yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
 
@@ -403,7 +404,7 @@ class _Linear:
         self.real: Tensor | None = None
 
     def __enter__(self) -> None:
-        # In the place of the function: a mode of PyTorch's would be asked at every call of any other, too.
+        # Patched, because a PyTorch mode would run for every call.
         functional.linear = self._called
 
     def __exit__(self, *_: object) -> None:
@@ -421,13 +422,13 @@ class _Linear:
         if self._random is None:
             return _linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
         found = self._by_chance(_linear(x.float(), self._widened(weight)), self._random)
-        # A graph adds a bias to a product that is rounded already: PyTorch rounds their sum alone.
+        # A graph adds the bias to the rounded product; PyTorch rounds the sum once.
         return found if bias is None else self._by_chance(found.float() + self._widened(bias), self._random)
 
     @staticmethod
     def _by_chance(x: Tensor, random: torch.Generator) -> Tensor:
         """`x` in float16, up or down by chance."""
-        # Of a number m 2^e, m from a half to 1, float16's last place is 2^(e - 11); below its least normal number 2^-24.
+        # For m 2^e with m in [0.5, 1), float16's last place is 2^(e - 11); below its least normal number 2^-24.
         place = (x.frexp().exponent - 11).clamp_min(-24)
         return (x + torch.ldexp(torch.rand(x.shape, generator=random, device=x.device) - 0.5, place)).half()
 
@@ -439,37 +440,38 @@ class _Linear:
         return self._wide[id(weight)][1]
 
     def forget(self) -> None:
-        """The weights and the call seen last come no more."""
+        """Drop the cast weights and the last call."""
         self._wide.clear()
         self.real = None
 
 
-def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected; and whether a key that
-    is told is not twice as near to its token as to any other."""
+def _selected(chosen: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """(`selected` with the chosen tokens of each chunk that has as many, whether a chosen key could belong to more than one token)."""
     few, unsure = selected.shape[3], torch.zeros((), dtype=torch.bool, device=keys.device)
-    if told.is_floating_point():
-        told = told[:, :, : told.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
-    chunks = told.shape[2]
-    if not chunks or told.shape[3] < few:
+    if chosen.is_floating_point():
+        chosen = chosen[:, :, : chosen.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
+    chunks = chosen.shape[2]
+    if not chunks or chosen.shape[3] < few:
         return selected, unsure
     known = ((number >= 0) & (number < chunks))[:, None, :, None]
-    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))
-    told = told.gather(2, at.expand(-1, told.shape[1], -1, *told.shape[3:]))
-    if told.is_floating_point():
-        known = known & (told.isfinite().all(-1) & told.any(-1)).all(-1, keepdim=True)
-        apart = torch.cdist(told.nan_to_num(), keys)
+    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (chosen.dim() - 3))
+    chosen = chosen.gather(2, at.expand(-1, chosen.shape[1], -1, *chosen.shape[3:]))
+    if chosen.is_floating_point():
+        known = known & (chosen.isfinite().all(-1) & chosen.any(-1)).all(-1, keepdim=True)
+        apart = torch.cdist(chosen.nan_to_num(), keys)
         own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
-        told = _in_order(apart * (1 - NEARER * own))
-        others = apart.scatter(4, told[..., None], torch.inf).amin(-1)
-        unsure = (known & (2 * apart.gather(4, told[..., None])[..., 0] > others)).any()
-    known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
-    return torch.where(known, told, selected), unsure
+        chosen = _in_order(apart * (1 - NEARER * own))
+        others = apart.scatter(4, chosen[..., None], torch.inf).amin(-1)
+        unsure = (known & (2 * apart.gather(4, chosen[..., None])[..., 0] > others)).any()
+    known = known & (chosen >= 0).all(-1, keepdim=True) & (chosen.diff(dim=-1) > 0).all(-1, keepdim=True)
+    return torch.where(known, chosen, selected), unsure
 
 
 def _in_order(apart: Tensor) -> Tensor:
-    """Tokens [..., S], ascending, whose distances [..., S, C] to S keys are the smallest in sum: keys are kept in the order of their
-    tokens, so one that rounding moved far is told by its neighbours. The shortest path over keys and tokens."""
+    """Tokens [..., S], ascending, with the smallest sum of distances [..., S, C] to S keys: a shortest path.
+
+    Keys are stored in the order of their tokens, so neighbours identify a key that rounding moved far.
+    """
     sums, before = apart[..., 0, :], []
     for distance in apart.unbind(-2)[1:]:
         least, at = sums.cummin(-1)
@@ -482,13 +484,13 @@ def _in_order(apart: Tensor) -> Tensor:
 
 
 def _compact(x: np.ndarray) -> np.ndarray:
-    """Not a view, which would keep all that it is a part of; zeros without memory, of which states of short prompts consist."""
+    """A copy without the base of a view; zeros without memory, because states of short prompts are mostly zeros."""
     return np.ascontiguousarray(x) if not are_zeros(x) and x.any() else zeros(x.shape, x.dtype)
 
 
 def _single(x: Tensor) -> np.ndarray:
     x = x.float() if x.dtype == torch.float64 else x
-    if x.device.type != "cpu" and not x.any():  # zeros need not travel
+    if x.device.type != "cpu" and not x.any():  # zeros need no transfer
         return zeros(x.shape, torch.empty(0, dtype=x.dtype).numpy().dtype)
     return np.asarray(x.cpu().numpy())
 

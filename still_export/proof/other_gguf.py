@@ -13,7 +13,7 @@ from torch import Tensor
 from still_export.proof.theirs import Theirs, logits_of, too_large
 
 ALIKE = ("llama", "qwen2", "qwen3")
-"""Architectures whose tensors a GGUF file has as transformers does, but for the order of llama's heads."""
+"""Architectures whose GGUF tensors equal transformers', except for the order of llama's heads."""
 _LAYER = "model.layers.{}."
 _PARTS = (
     *(f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -62,7 +62,7 @@ def _value(reader: Any, name: str, default: Any) -> Any:
 
 
 def _logits(path: Path, reader: Any, family: str) -> tuple[Callable[[Tensor], Tensor] | None, list[str]]:
-    """transformers' answers, which leaves the scaling of positions out: that is set by llama.cpp's rules."""
+    """transformers' logits; it ignores scaled positions, which are set by llama.cpp's rules."""
     from transformers import AutoModelForCausalLM
 
     kind, factor = (_value(reader, f"{family}.rope.scaling.{name}", None) for name in ("type", "factor"))

@@ -1,4 +1,4 @@
-"""What other machines run of a package: function bodies where the native kernels are not theirs, and the portable graph."""
+"""Prove what other machines run of a package: function bodies, where native kernels do not load, and the portable graph."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from still_export.proof.verdict import Check, Verdict
 from still_export.proof.verify import Verifier
 
 STEPS = 4
-"""Single tokens behind the prompts."""
+"""Single tokens after the prompts."""
 NEAR = 1e-3
-"""Of the largest number of what two runtimes selected in a layer that the same tokens' numbers may be apart; others' are further."""
+"""Two runtimes selected the same token if its numbers differ by at most this, relative to the layer's largest."""
 SHOWN = 4
-"""Further outputs that a verdict names."""
+"""Further outputs that a verdict lists."""
 
 
 def other_lengths(chunk: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def check_other_graphs(
 
 
 def cuda_missing() -> str:
-    """Why ONNX Runtime's CUDA provider cannot be asked here; empty where it can."""
+    """Why ONNX Runtime's CUDA provider is not available; empty: it is."""
     import onnxruntime
 
     from still_export.runtime.cuda_driver import CudaError, Driver
@@ -85,7 +85,7 @@ def cuda_missing() -> str:
 
 
 class DrawnOnce:
-    """PyTorch's answers for subjects that are asked the same. They follow the choices of the first subject.
+    """PyTorch's answers, computed once for several subjects with the same questions. They use the choices of the first subject.
 
     Args:
         most: Of its cases the first so many; None: all.
@@ -119,7 +119,7 @@ class DrawnOnce:
         return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource; where the subject may have chosen as the first one did, its answers."""
+        """Like CaseSource; reuses the first subject's answers if the subject may have made the same choices."""
         self.again = bool(self._drawn) and all(
             decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
         )
@@ -141,7 +141,7 @@ def _compare(what: str, package: Package, subject: Subject, cases: DrawnOnce, pr
         verifier = Verifier(package, cases, subject, STEPS)
         try:
             report = verifier.run(Path(folder), say)
-            if cases.again and (not report.passed or report.selections.near_ties):  # what it chose may be another token
+            if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
                 cases.forget()
                 report = verifier.run(Path(folder), say)
         except RunError as error:

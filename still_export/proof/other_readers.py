@@ -48,7 +48,7 @@ def _is_ours(overlay: Path) -> bool:
 
 
 def _not_transformers(path: Path, source: Source) -> str:
-    """Why transformers cannot be asked; "": it can."""
+    """Why transformers cannot be used; "": it can."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -68,7 +68,7 @@ def _not_transformers(path: Path, source: Source) -> str:
 
 
 def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) -> Theirs:
-    """Where the model does not fit into memory, its layers come from the file one after the other, at every call."""
+    """If the model does not fit into memory, its layers are read from the file at every call."""
     from transformers import AutoModelForCausalLM
 
     by, large = "transformers", too_large(parameters)
@@ -104,7 +104,7 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by the rule of the format's own library: model.safetensors, or the shards that its index names."""
+    """The tensors of a folder by safetensors' own rule: model.safetensors, or the shards that its index lists."""
     from safetensors import safe_open
 
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"

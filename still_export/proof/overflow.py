@@ -1,4 +1,4 @@
-"""Does a model overflow in the type that it is exported in? One short text through PyTorch, a layer at a time."""
+"""Find out whether a model overflows in its export type: one short text through PyTorch, a layer at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.proof.layerwise import LayerwiseModel
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs. def f(x): return x + 1"
 MOST = 32
-"""Tokens that are asked."""
+"""Tokens of the text."""
 
 
 def overflow_of(options: ExportOptions) -> Overflow | None:

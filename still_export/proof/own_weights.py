@@ -1,4 +1,4 @@
-"""What can be said of a package whose model is gone: its own graphs against each other, and its programs."""
+"""The proof of a package without its model: its graphs against each other, and its programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from still_export.proof.other_graphs import STEPS, other_lengths
 from still_export.proof.package_programs import check_programs
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Subject
-from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target
@@ -24,9 +24,9 @@ from still_graphs.states import StateTable
 
 AGAINST = "against the package's own weights"
 OFF = {"float32": 1e-3, "float16": 3e-2}
-"""Of the spread of the logits that two graphs over the same weights may differ by on the whole; nothing else says how much is rounding."""
+"""Allowed difference of two graphs with the same weights, relative to the spread of the logits. It replaces a measured rounding error."""
 OFF_ROUNDED = 0.2
-"""The same where products round what they read to 8 bits: ONNX Runtime's own and those of this project round other blocks."""
+"""OFF where activations are rounded to 8 bits: ONNX Runtime's products and this project's use other blocks."""
 
 
 def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Progress = silent) -> Verdict:
@@ -82,7 +82,7 @@ def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     """Of every prompt and every step, float64."""
     manifest = package.manifest
     table = StateTable.of(manifest)
-    words = asked_tokens(package.path, manifest)
+    words = prompt_words(package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, table), other_lengths(table.period), STEPS, seed, words)
     found = []
     with subject.open() as session:

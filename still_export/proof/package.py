@@ -1,4 +1,4 @@
-"""A package compared with PyTorch in one call: options, answers of PyTorch or from a file, verdict."""
+"""Prove a package in one call: options, answers from PyTorch or a file, verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.judged import Report
 from still_export.proof.sessions import Subject
-from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
@@ -70,7 +70,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was found; `loss` of a quantized package is what its bits cost."""
+    """The verdict, and for a quantized package the `loss` of its bits."""
 
     report: Report
     subject: Subject
@@ -136,7 +136,7 @@ def verify(
 
 
 def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
-    """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
+    """Compare every weight of the package with the model's, and the model with what other readers find in its files."""
     if proof.options.calls is not None:
         return Verdict(
             not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
@@ -156,11 +156,11 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
-    check_manifest(package.manifest, source, _asked_type(package, proof.options.model))
+    check_manifest(package.manifest, source, _requested_type(package, proof.options.model))
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
     verdict.add(check_settings(package.path, package.manifest, source))
-    verdict.add(check_outputs(package.path, package.manifest, source, asked_tokens(package.path, package.manifest)))
+    verdict.add(check_outputs(package.path, package.manifest, source, prompt_words(package.path, package.manifest)))
     verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
@@ -168,8 +168,8 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     return verdict
 
 
-def _asked_type(package: Package, model: str | None) -> str:
-    """The type that a package's options ask for; of "auto" that of the user's files."""
+def _requested_type(package: Package, model: str | None) -> str:
+    """The type that a package's options name; for "auto" the type of the user's files."""
     from still_export.models.read.source import find_source
 
     asked = _options(package, model, package.manifest["config"]["dtype"])
@@ -181,7 +181,7 @@ def _asked_type(package: Package, model: str | None) -> str:
 def _all_that_runs(
     proof: _Proof, subject: Subject, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress
 ) -> Verdict:
-    """What a user runs beside the graph and the runtime that were compared."""
+    """Prove what a user runs besides the compared graph and runtime."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
     from still_export.proof.package_programs import check_programs
     from still_export.proof.whole_package import check_files
@@ -218,7 +218,7 @@ def _all_that_runs(
 
 
 def _check_device(device: str | None) -> None:
-    """Raise ConfigError where PyTorch is to answer on a device that is not here."""
+    """Raise ConfigError if PyTorch's device is missing."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -227,7 +227,7 @@ def _check_device(device: str | None) -> None:
 
 @contextlib.contextmanager
 def _found(package: Package) -> Iterator[None]:
-    """Say of a model that is not there, or is another one, what it is for."""
+    """Add to errors about a missing or other model what the model is needed for."""
     try:
         yield
     except ModelNotFoundError as error:
@@ -312,9 +312,9 @@ def select(
     if not ties_of(manifest).shown.each:
         raise ConfigError(f"{package} selects nothing that its states show: record PyTorch's answers without --follow.")
     subject = proof.ready({})
-    open_package(proof.package.path)  # it is about to run
+    open_package(proof.package.path)  # right before it runs
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    words = asked_tokens(proof.package.path, manifest)
+    words = prompt_words(proof.package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with subject.open() as session:
@@ -325,7 +325,7 @@ def select(
 
 
 def _check_written(options: VerifyOptions, flag: str) -> None:
-    """Raise ConfigError for flags of comparison in a verb that compares nothing."""
+    """Raise ConfigError for comparison flags in a verb that compares nothing."""
     if options.adapter is not None:
         raise ConfigError(f"--adapter is compared where PyTorch answers: give it without {flag} and --calls.")
     if options.calls is not None:
@@ -343,15 +343,14 @@ TEXT = "--text measures the quantization loss: give it with a quantized package,
 
 
 class _Proof:
-    """A package that is opened to be held to PyTorch, or to `record` what PyTorch says; raises ConfigError and PackageError as `verify`
-    does."""
+    """An opened package and its proof's options; raises ConfigError and PackageError like `verify`."""
 
     def __init__(
         self, package: str | Path, options: VerifyOptions, record: bool = False, words: list[int] | None = None
     ) -> None:
         self.package, self.options, self.words = open_package(Path(package), check_hashes=False), options, words
         manifest = self.package.manifest
-        self._read = not record or manifest.get("quantization") is not None  # else its weights are the model's
+        self._read = not record or manifest.get("quantization") is not None  # otherwise its weights are the model's
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
         check_dtype(self.package)
         self.quantized = manifest.get("quantization") is not None
@@ -382,8 +381,8 @@ class _Proof:
         return Subject(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
 
     def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights. Where the package is read its files are
-        compared with their hashes, while PyTorch is loaded."""
+        """Calls with PyTorch's answers, with an adapter's `pairs` added to the weights. The package's files are compared with their
+        hashes in another thread while PyTorch loads."""
         with ThreadPoolExecutor(1) as pool:
             whole = pool.submit(open_package, self.package.path) if self._read else None
             try:
@@ -406,7 +405,7 @@ class _Proof:
 
 
 def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
-    """Raise ConfigError for prompts that the package cannot hold; of the lengths not asked for, those are left out."""
+    """Raise ConfigError for `--lengths` beyond the capacity; default lengths beyond it are left out."""
     capacity = package.manifest["capacity"]
     limit = capacity["capacity_tokens"] if capacity["bounded"] else max(lengths, default=1)
     for length in lengths:
@@ -425,9 +424,7 @@ def _torch_cases(
     words: Sequence[int] | None = None,
     by_cuda: bool = False,
 ) -> CaseSource:
-    """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
-    PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
-    fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs.
+    """Cases answered by PyTorch with the package's weights (and an adapter's `pairs`) in a wider type than the package's.
 
     Args:
         by_cuda: ONNX Runtime's CUDA provider multiplies: it rounds a scale times a zero point to half precision, so all numbers of a block
@@ -452,7 +449,7 @@ def _torch_cases(
     manifest = package.manifest
     with _found(package):
         wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
-        if dtype == "float32":  # opened once; a configuration says what type its model has
+        if dtype == "float32":  # a configuration has the model's type
             own = replace(wide, config=deepcopy(wide.config))
         else:
             rounded_by = getattr(torch, dtype) if by_cuda else None
@@ -464,10 +461,10 @@ def _torch_cases(
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
+    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    words = asked_tokens(package.path, manifest) if words is None else words
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
+    words = prompt_words(package.path, manifest) if words is None else words
+    cases = TorchCases(manifest, reference, own_run, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:
@@ -484,7 +481,7 @@ def _torch_cases(
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
-    """What was exported, in `dtype`, read from `model`."""
+    """The package's export options, in `dtype`, read from `model`."""
     from still_export.graph.options import ExportOptions
 
     options = ExportOptions.from_manifest(package.manifest)

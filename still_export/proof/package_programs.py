@@ -1,4 +1,4 @@
-"""The programs that were copied into a package: byte by byte this version's, and run in a process of their own."""
+"""Check the programs copied into a package: they equal this version's byte by byte, and run in their own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from still_export.version import __version__
 
 TOKENIZER = "tokenizer.json"
 TOKENS = 12
-"""That a program generates."""
+"""Tokens that a program generates."""
 TIMEOUT_S = 600
 SHOWN = 60
 """Characters of a text that a message shows."""
@@ -51,7 +51,7 @@ runpy.run_path(program, run_name="__main__")
 
 
 def check_programs(package: Package, provider: str = "cpu") -> Verdict:
-    """Run the programs of a package as a stranger does, and compare their tokens with those of the runner here."""
+    """Run the programs of a package as a user does, and compare their tokens with the runner's."""
     manifest, verdict = package.manifest, _check_copies(package)
     program = package.path / PROGRAMS["ort"]
     if not program.is_file() or program.name not in manifest["files"]:
@@ -90,8 +90,7 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
 
 
 def _check_copies(package: Package) -> Verdict:
-    """The programs of a package, and the configurations of others that follow from its manifest, byte by byte those that this version
-    writes."""
+    """The package's programs and other runtimes' configurations equal what this version writes, byte by byte."""
     made, here = package.manifest["versions"].get("still-export"), __version__
     names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
     if made != here:
@@ -113,8 +112,7 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """In a process that sees nothing of this project but the package, and of other packages what this one does; what it says is not
-    changed, also where it has a carriage return."""
+    """Run in a process that sees only the package and other installed packages. Output is unchanged, carriage returns included."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     others = [
         p

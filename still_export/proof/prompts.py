@@ -1,4 +1,4 @@
-"""Prompts drawn at random that a proof asks, without torch: around chunk boundaries, ragged batches, in pieces, with decode steps."""
+"""Random prompts for a proof, without torch: around chunk boundaries, ragged batches, prompts in pieces, decode steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.answers import Question
 from still_export.proof.chains import Chain, ChainCall
 from still_export.runtime.images import image_positions
@@ -20,13 +20,13 @@ from still_kernels.registry import ties_of
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 CPU_WORK = 5e12
-"""Parameters times tokens of the prompts that a CPU answers unless lengths are given: 10 to 20 minutes on two cores."""
+"""Limit of parameters times prompt tokens for default lengths on a CPU: 10 to 20 minutes on two cores."""
 ROWS = 4
 CHUNK = 64
-"""Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""
+"""Chunk size where no state grows by chunks: such ops compute in chunks of this size."""
 
 RUN = 16
-"""Tokens of a text, and random ones, that follow each other in a prompt."""
+"""Tokens of a text, or random tokens, in a row."""
 
 ROUNDED = 64
 """Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
@@ -34,8 +34,8 @@ errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 ti
 
 
 def affordable(parameters: int, device: str) -> tuple[int, ...]:
-    """Of LENGTHS those that are asked of a model of so many parameters, at least the first: on a CPU the longest cost too much of a large
-    one, from 0.9e9 parameters on that of 4,097 tokens, from 3e9 on that of 1,000."""
+    """Default lengths for a model of this size, at least the first. On a CPU the longest are left out: 4,097 tokens from 0.9e9 parameters,
+    1,000 from 3e9."""
     lengths: tuple[int, ...] = LENGTHS
     while device == "cpu" and len(lengths) > 1 and parameters * sum(lengths) > CPU_WORK:
         lengths = lengths[:-1]
@@ -44,7 +44,7 @@ def affordable(parameters: int, device: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Draft:
-    """A case that is not answered yet.
+    """A case without answers.
 
     Args:
         feeds: Tokens of its calls; the first with the states that they start from.
@@ -88,11 +88,11 @@ class Prompts:
         self.sees, self.channels = bool(manifest.get("vision")), manifest["model"].get("hidden_size", 0)
         table = StateTable.of(manifest)
         self.chunk = table.period if table.period > 1 else CHUNK
-        # An engine that takes more sequences may run other kernels for them, one that takes fewer takes those. Its own batch may
+        # An engine for more sequences may run other kernels for them; one for fewer runs those. Its batch may
         # differ from the package's: `build --batch`.
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.sequences = int(engine["batch"])
-        # An engine holds at least the rows of a chunk.
+        # An engine has room for at least the rows of a chunk.
         target = packaged_target(manifest)
         self.least_room = 3 * self.chunk if target.built and target.runtime else 0
         limit = table.capacity_tokens if table.bounded else 1 << 62
@@ -105,7 +105,7 @@ class Prompts:
         self.drawn: dict[int, Draft] = {}
 
     def draft(self, number: int) -> Draft:
-        """A case with a fresh prompt, which is kept in `drawn`."""
+        """Draw a case with a fresh prompt, stored in `drawn`."""
         self.drawn[number] = self._drafts[number]()
         return self.drawn[number]
 
@@ -164,7 +164,7 @@ class Prompts:
         return Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]))
 
     def _images(self) -> Draft:
-        """Prompts with images, which pieces cut, and two tokens behind them; positions are those of images for every token."""
+        """Prompts with images in pieces, and two tokens after them; positions come from the images."""
         text, grids = self.random.integers(1, 9, 3), [(1, *self.random.integers(2, 7, 2)) for _ in range(2)]
         seen = np.repeat(
             [False, True, False, True, False], [text[0], np.prod(grids[0]), text[1], np.prod(grids[1]), text[2]]
@@ -180,7 +180,7 @@ class Prompts:
             part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
             call = {name: np.ascontiguousarray(x) for name, x in part.items()}
             feeds.append({**next_feed({}, ids[:, begin:end]), **call})
-        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **given_of(feeds[0])}
+        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **image_inputs(feeds[0])}
         return Draft("prompt with images, in pieces", feeds, Chain(feeds[0], [*map(_call, feeds)]))
 
     def _decode(self, steps: int, counts: np.ndarray) -> Draft:
@@ -190,7 +190,7 @@ class Prompts:
         places = [n for n in range(steps) if n == steps - 1 or self.ties.chooses(start["new_tokens"] + n)]
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
         feeds = [start, *(next_feed({}, token) for token in tokens)]
-        # Steps are a definition of what a prompt in pieces is, too: those between two states that are compared are one call.
+        # Steps also define a prompt in pieces: those between two compared states become one call.
         kept = sorted({0, *places, *(place + 1 for place in places)})
         pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(kept)]
         chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
@@ -198,4 +198,4 @@ class Prompts:
 
 
 def _call(feed: Arrays) -> ChainCall:
-    return ChainCall(feed["input_ids"], feed["new_tokens"], given=given_of(feed))
+    return ChainCall(feed["input_ids"], feed["new_tokens"], given=image_inputs(feed))

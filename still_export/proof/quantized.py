@@ -1,4 +1,4 @@
-"""What the weights of a quantized package, and its rounding of activations, cost beside the original."""
+"""What quantized weights and activations cost compared with the original model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
 
 LOSS_TOKENS = 2048
-"""Of a text, from its beginning."""
+"""Tokens of a text, from its beginning."""
 RANDOM_TOKENS = 64
 
 
@@ -84,7 +84,7 @@ def quantization_loss_of(
 
 
 def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None) -> tuple[Tensor, int]:
-    """Tokens [1, T], and the bytes of text of all but the first."""
+    """Tokens [1, T], and the bytes of all but the first."""
     capacity = manifest["capacity"]
     most = capacity["capacity_tokens"] if capacity["bounded"] else LOSS_TOKENS
     if text is None:

@@ -1,4 +1,4 @@
-"""Cases in a file: PyTorch answers on one machine, an engine is compared on another that has no PyTorch."""
+"""Recorded cases: PyTorch answers on one machine, and an engine is compared on another without PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record_cases(
     progress: Progress = silent,
     decisions: DecisionsByCase = EMPTY,
 ) -> None:
-    """Write the cases of `package`, which follow `decisions`, to `path`, whole or not at all; equal arrays are kept once."""
+    """Write the cases of `package` to `path`, with the choices in `decisions`, atomically; equal arrays are stored once."""
     cases.progress = progress
     with written_arrays(path) as arrays:
         entries = []
@@ -34,7 +34,7 @@ def record_cases(
 
 
 def _entry(case: Case, arrays: ArrayWriter) -> dict[str, Any]:
-    """A case, whose arrays are kept."""
+    """A case as JSON; its arrays are written."""
     keep, keep_all = arrays.keep, arrays.keep_all
     return {
         "name": case.name,
@@ -52,7 +52,7 @@ def _entry(case: Case, arrays: ArrayWriter) -> dict[str, Any]:
 
 
 class RecordedCases:
-    """The cases that `record_cases` wrote; `followed`: PyTorch selected what a runtime had.
+    """The cases that `record_cases` wrote. `followed`: PyTorch used recorded choices of a runtime.
 
     Raises:
         PackageError: The file is not readable, or belongs to other weights, or was changed; of arrays that is seen when they are drawn.
@@ -74,11 +74,11 @@ class RecordedCases:
         return Question(feeds, tuple(self._file.array(key) for key in entry["steps"]), tuple(entry["places"]))
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """Nothing: PyTorch has answered."""
+        """None: recorded answers cannot be computed anew."""
         return {}
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource; they follow what they followed when they were recorded."""
+        """Like CaseSource; decisions are those of the recording."""
         return [self._read(self._cases[number]) for number in numbers]
 
     def _arrays(self, keys: dict[str, str]) -> Arrays:

@@ -1,4 +1,4 @@
-"""Records of proofs and benchmarks, a JSON file for each run: what ran, as hashes, where, by which judge, and what it showed."""
+"""Records of proofs and benchmarks, one JSON file for each run: hashes of what ran, machine, judge, results."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ DISTRIBUTIONS = (
     *("still-export", "torch", "transformers", "triton", "numpy", "onnx", "onnxruntime", "onnxruntime-gpu"),
     *("onnxruntime-genai", "tensorrt", "tensorrt-rtx", "vllm", "ray"),
 )
-"""Whose versions a record has, where they are installed."""
+"""Packages whose versions a record has."""
 OP = "op "
-"""How parts of a run begin that are ops; behind it stand the op's name and "on cpu" or "on cuda"."""
+"""Prefix of the ops among the parts of a run; the op's name and "on cpu" or "on cuda" follow."""
 INSTRUCTIONS = ("avx512f", "avx2")
-"""Of x86 processors, the widest first; kernels are compiled for each."""
+"""Instruction sets of x86 that kernels are compiled for, the widest first."""
 COMMIT = "STILL_COMMIT"
-"""Environment variable: the commit of sources that were carried to this machine without their clone."""
+"""Environment variable with the commit of sources that were copied without their clone."""
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Strict(BaseModel):
-    """Nothing is added, nothing is changed."""
+    """Immutable, without extra fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -127,7 +127,7 @@ def make_record(
     command: Sequence[str] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Record:
-    """A record of what ended just now, on this machine.
+    """A record of a run that just ended on this machine.
 
     Args:
         ran: Its parts, from `what_ran` or `ops_ran`; empty of a benchmark that runs no package.
@@ -153,7 +153,7 @@ def make_record(
 
 
 def write_record(record: Record, folder: Path) -> Path:
-    """Write it into `folder`, under a name of its own."""
+    """Write a record into `folder` under a unique name."""
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", f"{record.name} {record.machine.gpu or record.machine.processor}".lower()).strip(
         "-"
@@ -192,7 +192,7 @@ def find_versions() -> dict[str, str]:
 
 
 def find_commit() -> str | None:
-    """The commit of the sources, "-dirty" behind it where tracked files differ; outside a clone what COMMIT says, or None."""
+    """The commit of the sources, with "-dirty" if tracked files differ; outside a clone the variable COMMIT, or None."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -227,7 +227,7 @@ def _instructions() -> str:
 
 
 def _own_command() -> list[str]:
-    """This process's words as another machine takes them: modules by name, places of this machine without their folders."""
+    """This process's command for another machine: modules by name, paths without local folders."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = "" if spec is None else spec.name.removesuffix(".__main__")
     own = ["still-export"] if module.startswith("still_export") else ["python", "-m", module]
@@ -236,6 +236,6 @@ def _own_command() -> list[str]:
 
 
 def figures_line(found: Mapping[str, Any]) -> str:
-    """Numbers and words of a record's figures in a line, without lists."""
+    """Numbers and words of a record's figures in one line, without lists."""
     shown = ((name, value) for name, value in found.items() if isinstance(value, int | float | str))
     return ", ".join(f"{name.replace('_', ' ')} {f'{v:.3g}' if isinstance(v, float) else v}" for name, v in shown)

@@ -1,4 +1,4 @@
-"""What a runtime selects where scores nearly tie, in a file: on another machine PyTorch answers, and selects the same; without torch."""
+"""A runtime's selections at near ties, in a file, so that PyTorch on another machine makes the same. No torch."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Prompted(Protocol):
 
 
 def write_selections(session: Session, prompts: Prompts, package: Package, path: Path, progress: Progress) -> None:
-    """Write to `path` what a runtime selects in `prompts`, whole or not at all."""
+    """Write a runtime's selections for `prompts` to `path`, atomically."""
     with written_arrays(path) as arrays:
         asked, kept = [], []
         for number in range(prompts.count):
             question = prompts.begin(number)
             decisions = ask(session, question, prompts.ties.shown, keep=False).decisions
             asked.append(_tokens(question))
-            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.kept.items()})
+            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.selected.items()})
             progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
-        content |= {"words": prompts.words}  # another machine may lack what a chat format is read with
+        content |= {"words": prompts.words}  # the other machine may not be able to read the chat format
         arrays.finish(KIND, FORMAT, package, {**content, "prompts": asked, "kept": kept})
 
 
 @dataclass(frozen=True)
 class Selections:
-    """What `write_selections` wrote: in which prompts, and what was selected there."""
+    """What `write_selections` wrote: prompts and selections."""
 
     path: Path
     lengths: tuple[int, ...]
@@ -68,7 +68,7 @@ class Selections:
         )
 
     def begin(self, cases: Prompted) -> None:
-        """Draw the prompts of all cases, which have to be those that the runtime was asked.
+        """Draw the prompts of all cases.
 
         Raises:
             PackageError: They are others.
@@ -81,10 +81,10 @@ class Selections:
 
 
 def _tokens(question: Question) -> str:
-    """Of the tokens of some calls."""
+    """Hash of the tokens of some calls."""
     found = hashlib.sha256()
-    for given in [*(call[name] for call in question.feeds for name in ("input_ids", "new_tokens")), *question.steps]:
-        array = np.ascontiguousarray(given, np.int64)
+    for part in [*(call[name] for call in question.feeds for name in ("input_ids", "new_tokens")), *question.steps]:
+        array = np.ascontiguousarray(part, np.int64)
         found.update(f"{array.shape}".encode())
         found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""The proof of a serving engine: requests of all lengths that come when they like, its tokens and log-probabilities beside PyTorch's."""
+"""The proof of a serving engine: concurrent requests of all lengths, its tokens and log-probabilities against PyTorch's."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
 
 FLOAT32 = 5e-2
-"""Of a log-probability in float32, twice that of a token behind the likeliest. PyTorch's own float32 logits of SmolLM2-135M (magnitude 25)
-are off its float64 ones by 4e-5 in the median of 120 decode steps and by up to 5.5e-3."""
+"""Allowed error of a log-probability in float32; a token may be twice as far behind the likeliest. PyTorch's float32 logits of SmolLM2-135M
+(magnitude 25) differ from its float64 ones by 4e-5 in the median of 120 decode steps and by up to 5.5e-3."""
 NEAR_TIE = 1e-3
-"""The lead of a choice that float32 may turn."""
+"""Lead below which float32 rounding may turn a choice."""
 CODES_TYPE = "float16"
 """In which PyTorch's own errors are the bound of float32 with keys and values in 8 bits: where a number lies between two
 codes the last bit decides. Of a random model of three layers PyTorch's float32 is off its float64 by 0.13 and 0.21 in two of 24 texts of
 257 tokens, by 1e-5 in any where rows are numbers."""
 RARE, SPREAD = 0.99, 2.0
-"""In half precision an answer's median may err as far as RARE of PyTorch's own errors do, and SPREAD times its worst answer's median."""
+"""In half precision an answer's median error may reach the RARE quantile of PyTorch's own errors, and SPREAD times its worst median."""
 ROUNDINGS = 24
-"""Of PyTorch in half precision that an answer beyond the bound is held to: a score behind another by less than it rounds turns in one and
-not in the next, and with it a token that stays in softmax."""
+"""Roundings of PyTorch in half precision that are tried for an answer beyond the bound: at a near tie, one rounding may choose another
+token than the next."""
 PIECE_TOKENS = 1024
-"""Of a prompt in one of PyTorch's calls."""
+"""Tokens of a prompt in one call of PyTorch."""
 CONTEXT_TOKENS = 1536
 ANSWER_TOKENS = 96
-"""More than a chunk, so that promotions happen between single tokens."""
+"""Tokens of an answer, more than a chunk, so that chunks are promoted between single tokens."""
 ALIKE = 3
-"""Texts with which prompts begin where prefixes are kept."""
+"""Number of texts that prompts begin with if prefixes are cached."""
 EDGES = 4
-"""Chunks around whose ends prompts are drawn; others have any length."""
+"""Chunks around whose ends prompt lengths are drawn; other lengths are random."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, how many tokens are to follow, and the engine's step before which it comes."""
+    """A prompt, the number of tokens to generate, and the engine step before which it arrives."""
 
     prompt: tuple[int, ...]
     count: int
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that followed greedily, and what the engine says of their log-probabilities."""
+    """Greedy tokens and the log-probabilities that the engine reports."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Load:
-    """How an engine is set and pressed.
+    """Settings and load of an engine.
 
     Args:
         budget_tokens: Of all requests in one step; longer prompts are read in pieces.
@@ -82,7 +82,7 @@ class Load:
 
 
 def loads_of(context: int) -> list[Load]:
-    """Budgets of chunked prefill from 64 tokens, and everything thrown out now and then; requests of at most `context` tokens."""
+    """Chunked prefill budgets from 64 tokens on, with regular preemption; requests have at most `context` tokens."""
     return [
         Load("64 tokens a step, 4 rows", 64, 4, context),
         Load("512 tokens a step, 16 rows", 512, 16, context),
@@ -92,8 +92,7 @@ def loads_of(context: int) -> list[Load]:
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a load: answers in the order of the requests, how often a request was thrown out and begun again, and how many tokens of
-    prompts were not read because their states were kept."""
+    """Results of a load: answers in the order of requests, number of preemptions, and prompt tokens that came from the cache."""
 
     answers: list[Answer]
     preemptions: int
@@ -101,10 +100,8 @@ class Served:
 
 
 class Engine(Protocol):
-    """What is proven."""
-
     def serve(self, load: Load, requests: Sequence[Request]) -> Served:
-        """All answers to requests that come as they say."""
+        """Answer all requests, each arriving at its step."""
 
 
 @dataclass
@@ -160,7 +157,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Compared:
-    """An answer beside PyTorch: the error that is held to a bound, how far a token lies behind the likeliest at most, and how many do."""
+    """An answer against PyTorch: the error to judge, the largest gap to the likeliest token, and the number of tokens with a gap."""
 
     error: float
     behind: float
@@ -169,8 +166,8 @@ class Compared:
 
 
 def compare(answer: Answer, chosen: np.ndarray, best: np.ndarray, bound: Bound, count: int | None = None) -> Compared:
-    """The first `count` tokens of an answer, None: all; `chosen` and `best` [n] are PyTorch's log-probabilities of its tokens and of the
-    likeliest."""
+    """Compare the first `count` tokens of an answer (None: all). `chosen` and `best` [n] are PyTorch's log-probabilities of its tokens
+    and of the likeliest ones."""
     errors, behind = np.abs(chosen - np.array(answer.logprobs))[:count], (best - chosen)[:count]
     if not errors.size:
         return Compared(0.0, 0.0, 0, True)
@@ -189,7 +186,7 @@ def judge(
     sure: Callable[[int], int],
     of_another_rounding: Callable[[int], bool],
 ) -> LoadReport:
-    """Hold every answer to PyTorch.
+    """Compare every answer with PyTorch.
 
     Args:
         expected: PyTorch's log-probabilities of each answer's tokens and of the likeliest, [2, n].
@@ -228,7 +225,7 @@ def judge(
 
 
 class Reference:
-    """PyTorch's log-probabilities along an engine's own tokens: a token that differs does not make the following ones differ.
+    """PyTorch's log-probabilities along the engine's tokens, so that one other token does not change the rest.
 
     Args:
         model: In float32, or in the type of `own_type` for its errors.
@@ -239,7 +236,7 @@ class Reference:
         self.runner = TorchModel({**description, "model": whole, "prefill_tokens": PIECE_TOKENS}, model)
 
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Of every token of the vocabulary at each place of `tokens`, [n, V]."""
+        """Log-probabilities of the whole vocabulary at each place of `tokens`, [n, V]."""
         runner = self.runner
         runner.start(1, len(prompt) + len(tokens))
         if len(prompt) > 1:
@@ -253,8 +250,7 @@ class Reference:
 
 @contextmanager
 def other_rounding(model: Any, seed: int) -> Iterator[None]:
-    """Meanwhile each weight is at random another by as much as its type may round it: about what rounding makes of all that it is
-    multiplied with."""
+    """Context with every weight moved randomly within its rounding error, which perturbs results like another rounding."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     kept = [weight.detach().clone() for weight in weights]
     generator = torch.Generator().manual_seed(seed)
@@ -271,7 +267,7 @@ def other_rounding(model: Any, seed: int) -> Iterator[None]:
 
 
 def own_type(model: Any, kind: str) -> str | None:
-    """The type of PyTorch's own run that bounds the errors of an engine in the type `kind`; None: `FLOAT32` does."""
+    """The type of PyTorch's own run that bounds an engine in the type `kind`; None: the bound is FLOAT32."""
     if kind != "float32":
         return kind
     return CODES_TYPE if model.config.still.deployment.cache == "int8" else None
@@ -304,8 +300,8 @@ class ServedVerifier:
             yield self.judge(load, asked, self.engine.serve(load, asked))
 
     def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
-        """Prompts of random tokens that end around the ends of chunks, or anywhere, and come a few steps apart; where prefixes are kept, of
-        any length, and any part of them as others begin."""
+        """Random prompts that end near chunk ends or anywhere and arrive a few steps apart; with prefix caching, of any length, and
+        beginning with any part of shared texts."""
         made: list[Request] = []
         step = 0
         texts: Any = (
@@ -329,7 +325,7 @@ class ServedVerifier:
         return made
 
     def judge(self, load: Load, requests: Sequence[Request], served: Served) -> LoadReport:
-        """Hold every answer to PyTorch."""
+        """Compare every answer with PyTorch."""
         expected, own = self._along(requests, served.answers)
         bound = self._bound(expected, own)
 
@@ -344,8 +340,8 @@ class ServedVerifier:
     def _along(
         self, requests: Sequence[Request], answers: Sequence[Answer]
     ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """PyTorch's log-probabilities of each answer's tokens and of those that float32 finds likeliest there, [2, n]; its own in the
-        type of `own_type`, where it names one."""
+        """PyTorch's log-probabilities of each answer's tokens and of float32's likeliest ones, [2, n]; the same in the type of `own_type`,
+        or None."""
         expected, own = [], []
         for request, answer in zip(requests, answers, strict=True):
             exact = self.reference.logprobs(request.prompt, answer.tokens)
@@ -364,7 +360,7 @@ class ServedVerifier:
         return Bound(max(usual, SPREAD * worst), 2 * max(float(e.max()) for e in errors), median=True)
 
     def _of_another_rounding(self, request: Request, answer: Answer, bound: Bound) -> bool:
-        """Whether PyTorch in half precision gives the answer, within the same bounds, as one of some roundings has it."""
+        """Whether one of several half-precision roundings of PyTorch gives the answer within the bounds."""
         if self.half is None:
             return False
         places = np.arange(len(answer.tokens)), np.array(answer.tokens, np.int64)
@@ -376,7 +372,7 @@ class ServedVerifier:
         return False
 
     def _sure(self, request: Request, answer: Answer) -> int:
-        """How many tokens of an answer come before PyTorch chooses anything by less than rounding may turn, in float32."""
+        """Number of an answer's tokens before PyTorch's first near tie, in float32."""
         if self.half is not None or not self.ties.each:
             return len(answer.tokens)
         tokens = np.array([[*request.prompt, *answer.tokens]], np.int64)

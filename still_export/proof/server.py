@@ -1,7 +1,7 @@
-"""Whether a running server's answers are those of a model file, in every way that a prompt can come to it.
+"""Prove that a running server answers as a model file does, for every way in which a prompt reaches it.
 
-The server may be anybody's. The model file is read by transformers; the server's words are followed token by token, so that a token that
-nearly ties does not make the following ones differ.
+The server may be any program. transformers reads the model file, and the reference is evaluated along the server's own tokens, so that a
+near tie does not change the tokens after it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from still_export.proof.server_client import Answer
 
 ANSWER_TOKENS = 24
 LENGTHS = (5, 40, 64, 65, 129, 300)
-"""Of prompts, around the ends of chunks of 64 tokens and of llama.cpp's blocks."""
+"""Prompt lengths around the ends of chunks of 64 tokens and of llama.cpp's blocks."""
 TOGETHER = 8
-"""Requests at the same time in the way "in a batch"."""
+"""Concurrent requests of the way "in a batch"."""
 LIKELIEST = 32
-"""Tokens that are tried where the server's text goes on; another one lies nats behind."""
+"""Likely tokens that are tried as the next of the server's text; less likely ones are nats behind."""
 FLOAT32 = 5e-2
-"""Of a log-probability where the file and the server are float32: ten times what float32 rounds of SmolLM2-135M's (5.5e-3 at most)."""
+"""Allowed error of a log-probability in float32: ten times float32's rounding error of SmolLM2-135M (at most 5.5e-3)."""
 TIMES = 3.0
-"""A log-probability may differ by so many times the largest error that PyTorch's own run makes in the file's type. Two roundings differ by
-twice that; a fault of position or state costs tenths of nats to nats."""
+"""Allowed multiple of the largest error of PyTorch's own run in the file's type. Two roundings differ by 2; a fault of position or state
+costs tenths of nats to nats."""
 SENTENCES = (
     "The ferry leaves the island at nine and comes back before dark.",
     "A baker in the old town sells rye bread, rolls and plum cake.",
@@ -46,33 +46,30 @@ SENTENCES = (
     "SELECT name, price FROM goods WHERE price < 20 ORDER BY price;",
     "She wrote the letter twice before she sent it to Oslo.",
 )
-"""Of which prompts are made: prose, code, a table."""
+"""Texts that prompts are cut from: prose, code, a table."""
 
 
-class Asks(Protocol):
-    """A server, as `server_client.Client`."""
-
+class Server(Protocol):
     tokens: bool
 
-    def ask(self, prompt: str | list[int], most: int) -> Answer:
-        """The greedy answer."""
+    def ask(self, prompt: str | list[int], most: int) -> Answer: ...
 
 
 @dataclass(frozen=True)
-class Followed:
+class ReferenceRun:
     """The reference along one answer.
 
     Args:
         best: The likeliest token's log-probability at each place, [n].
         chosen: That of the server's token, [n].
-        told: Log-probabilities that the server reports, [n] or empty.
+        reported: Log-probabilities that the server reports, [n] or empty.
         own: Errors of PyTorch's own run in the file's type: of the server's and the likeliest token's log-probability, [2, n], or empty.
         lost: Where no likely token begins what the server says next, in words.
     """
 
     best: np.ndarray
     chosen: np.ndarray
-    told: np.ndarray
+    reported: np.ndarray
     own: np.ndarray
     lost: str = ""
 
@@ -116,7 +113,7 @@ class Reference:
         self.model, self.tokenizer, self.own, self.ends = model, tokenizer, own, tuple(ends)
 
     def ids(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds."""
+        """Token ids with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
@@ -124,11 +121,11 @@ class Reference:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """Of every token of the vocabulary behind each of `ids`, float64 [n, V]."""
+        """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V]."""
         return logprobs_of(self.model, ids)
 
-    def follow(self, prompt: list[int], answer: Answer) -> Followed:
-        """The reference's log-probabilities along the server's words."""
+    def evaluate(self, prompt: list[int], answer: Answer) -> ReferenceRun:
+        """The reference's log-probabilities along the server's tokens."""
         context = prompt[-8:]
         before = self.text(context)
 
@@ -160,23 +157,23 @@ class Reference:
         places = np.arange(len(ids))
         chosen = table[places, ids] if ids else np.empty(0)
         best = table[: len(ids)].max(-1) if ids else np.empty(0)
-        told = np.array(answer.logprobs if len(answer.logprobs) == len(ids) else ())
+        reported = np.array(answer.logprobs if len(answer.logprobs) == len(ids) else ())
         own = np.empty((2, 0))
         if self.own is not None and ids:
             half = self.own([*prompt, *ids])[len(prompt) - 1 : -1]
             exact = table[: len(ids)]
             both = np.stack([np.array(ids), exact.argmax(-1)])
             own = np.abs(half[places, both] - exact[places, both])
-        return Followed(best, chosen, told, own, lost)
+        return ReferenceRun(best, chosen, reported, own, lost)
 
     def _rest(self, ids: list[int], said: str, answer: Answer) -> list[int]:
-        """A guess at the tokens of what is left of the text, so that one pass tells all places."""
+        """Guess the tokens of the remaining text, so that one pass covers all places."""
         rest = answer.text[len(said) :]
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
 
 
 def logprobs_of(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """Of every token of the vocabulary behind each of `ids`, float64 [n, V], read in one piece without a cache."""
+    """Log-probabilities of the whole vocabulary after each of `ids`, float64 [n, V], in one call without a cache."""
     import torch
 
     with torch.no_grad():
@@ -185,7 +182,7 @@ def logprobs_of(model: Any, ids: Sequence[int]) -> np.ndarray:
 
 
 def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Texts of prose and code of about these lengths in tokens, each with a beginning of its own."""
+    """Prose and code of about these lengths in tokens, each with another beginning."""
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -202,14 +199,14 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 class ServerProof:
     """Asks a server in every way and compares its answers with a file."""
 
-    server: Asks
+    server: Server
     reference: Reference
     lengths: Sequence[int] = LENGTHS
     seed: int = 0
     answer_tokens: int = ANSWER_TOKENS
 
     def run(self, done: Callable[[str], None] = lambda _: None) -> list[WayReport]:
-        """The verdict on each way; `done` is called with the name of each that was asked."""
+        """The verdict on each way; `done` is called with each way's name."""
         ways: dict[str, Callable[[], Iterator[tuple[list[int], Answer, Answer | None]]]] = {
             "alone": self._alone,
             "again": self._again,
@@ -222,19 +219,19 @@ class ServerProof:
         for name, way in ways.items():
             asked[name] = list(way())
             done(name)
-        followed = {n: [self.reference.follow(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
-        bound = bound_of([f for rows in followed.values() for f in rows])
-        return [judge(name, rows, followed[name], bound) for name, rows in asked.items()]
+        runs = {n: [self.reference.evaluate(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
+        bound = bound_of([f for rows in runs.values() for f in rows])
+        return [judge(name, rows, runs[name], bound) for name, rows in asked.items()]
 
     def _ask(self, ids: list[int], most: int | None = None) -> Answer:
         return self.server.ask(ids if self.server.tokens else self.reference.text(ids), most or self.answer_tokens)
 
     def _prompts(self, way: int) -> list[list[int]]:
         made = prompts_of(self.reference, self.lengths, self.seed * 100 + way)
-        return made if self.server.tokens else [self._told(ids) for ids in made]
+        return made if self.server.tokens else [self._as_served(ids) for ids in made]
 
-    def _told(self, ids: list[int]) -> list[int]:
-        """The ids of the text that is sent to a server without ids."""
+    def _as_served(self, ids: list[int]) -> list[int]:
+        """The ids of the text that is sent to a server that accepts no ids."""
         return self.reference.ids(self.reference.text(ids))
 
     def _alone(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -243,7 +240,7 @@ class ServerProof:
         yield from ((ids, said, None) for ids, said in self._cold)
 
     def _again(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
-        """The same prompts: what the server kept of them is used."""
+        """The same prompts again, so that the server uses its cache."""
         yield from ((ids, self._ask(ids), said) for ids, said in self._cold)
 
     def _turns(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -252,7 +249,7 @@ class ServerProof:
             text = self.reference.text(ids)
             for turn in range(3):
                 sent = ids if turn == 0 else self.reference.ids(text)
-                if len(sent) > 2 * max(self.lengths):  # what comes must fit where the prompts do
+                if len(sent) > 2 * max(self.lengths):  # the growing text must fit the prompt lengths
                     break
                 said = self._ask(sent)
                 yield sent, said, None
@@ -266,7 +263,7 @@ class ServerProof:
             cut = max(1, len(ids) - 3)
             middle = max(1, len(ids) // 2)
             for edited in ([*ids[:cut], *more[:5]], [*ids[:middle], *more[:3], *ids[middle : cut - 1]]):
-                sent = edited if self.server.tokens else self._told(edited)
+                sent = edited if self.server.tokens else self._as_served(edited)
                 yield sent, self._ask(sent), None
 
     def _pieces(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
@@ -291,27 +288,27 @@ class ServerProof:
             yield from zip(prompts, pool.map(self._ask, prompts), alone, strict=True)
 
 
-def bound_of(followed: Sequence[Followed]) -> float:
-    """What a log-probability may differ by."""
-    own = [f.own for f in followed if f.own.size]
+def bound_of(runs: Sequence[ReferenceRun]) -> float:
+    """Allowed error of a log-probability."""
+    own = [f.own for f in runs if f.own.size]
     return max(FLOAT32, TIMES * max(float(x.max()) for x in own)) if own else FLOAT32
 
 
 def judge(
-    name: str, rows: Sequence[tuple[list[int], Answer, Answer | None]], followed: Sequence[Followed], bound: float
+    name: str, rows: Sequence[tuple[list[int], Answer, Answer | None]], runs: Sequence[ReferenceRun], bound: float
 ) -> WayReport:
     """Compare the answers of one way with the reference along them."""
     report = WayReport(name, requests=len(rows), bound=bound)
-    for number, ((ids, said, alone), found) in enumerate(zip(rows, followed, strict=True)):
+    for number, ((ids, said, alone), found) in enumerate(zip(rows, runs, strict=True)):
         behind = found.best - found.chosen
-        errors = np.abs(found.told - found.chosen) if found.told.size else np.zeros(1)
+        errors = np.abs(found.reported - found.chosen) if found.reported.size else np.zeros(1)
         worst = max(float(behind.max(initial=0)), float(errors.max(initial=0)))
         report.tokens += len(behind)
         report.worst = max(report.worst, worst)
         report.near_ties += int(((behind > 0) & (behind <= 2 * bound)).sum())
         report.changed += alone is not None and alone.text != said.text
         who = f"{name}, request {number} ({len(ids)} tokens)"
-        finite = bool(np.isfinite(found.told).all()) and bool(np.isfinite(behind).all())
+        finite = bool(np.isfinite(found.reported).all()) and bool(np.isfinite(behind).all())
         if found.lost:
             report.wrong.append(f"{who}: {found.lost}")
         elif not finite:
@@ -332,7 +329,7 @@ def judge(
 
 
 def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
-    """The reference of a model's folder, hub id or GGUF file, and what must be known of it, one line each.
+    """(the reference of a model folder, hub id or GGUF file, notes about it, one a line).
 
     Raises:
         StillExportError: The file cannot be read.
@@ -346,7 +343,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = str(path.parent) if where else str(file)
     try:
-        own_code: dict[str, Any] = {"trust_remote_code": False}  # nor is anybody asked
+        own_code: dict[str, Any] = {"trust_remote_code": False}  # without asking the user
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where, **own_code).eval()
         tokenizer = AutoTokenizer.from_pretrained(source, **where, **own_code)
         if not type(model).__module__.startswith("transformers."):
@@ -383,7 +380,7 @@ def _stored_type(folder: Path | None) -> Any:
 
 
 def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndarray]:
-    """Log-probabilities of `model` where each linear layer's input is rounded to 8 bits, 32 numbers a scale, as llama.cpp does."""
+    """Log-probabilities of `model` with the input of each linear layer rounded to 8 bits, 32 numbers a scale, as llama.cpp does."""
     import torch
 
     def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

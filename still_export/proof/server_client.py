@@ -1,4 +1,4 @@
-"""Asks a running OpenAI-compatible server for greedy completions. No torch."""
+"""A client of OpenAI-compatible servers for greedy completions. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from still_export.errors import ConfigError
 from still_export.runtime.sampling import RunError
 
 PER_SECOND = 20.0
-"""Requests that a server is sent at most."""
+"""Most requests a second."""
 TIMEOUT_S = 300.0
-"""For one answer. A large model on a laptop reads a prompt of a thousand tokens in two minutes."""
+"""For one answer. A large model on a laptop needs two minutes for a prompt of a thousand tokens."""
 PENALTIES: dict[str, Any] = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
-"""None. llama-cpp-python's server penalizes tokens that were said before, by 1.1, unless it is told not to; vLLM has the other name."""
+"""No penalties. llama-cpp-python's server defaults to 1.1 for repeated tokens; vLLM uses the other name."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said.
+    """A server's answer.
 
     Args:
         text: Without special tokens.
@@ -57,7 +57,7 @@ class Client:
     model: str | None = None
     per_second: float = PER_SECOND
     tokens: bool = field(default=False, init=False)
-    tells: bool = field(default=False, init=False)
+    logprobs: bool = field(default=False, init=False)
     penalties: Mapping[str, Any] = field(default_factory=lambda: PENALTIES, init=False)
 
     def __post_init__(self) -> None:
@@ -78,17 +78,17 @@ class Client:
             )
 
     def probe(self, prompt: str, ids: list[int]) -> None:
-        """Find out whether the server accepts token ids (`tokens`), reports log-probabilities (`tells`) and knows `penalties`.
+        """Find out whether the server accepts token ids (`tokens`), reports log-probabilities (`logprobs`) and knows `penalties`.
 
         Raises:
             RunError: It answers neither form.
         """
         refused = ""
-        for penalties, tokens, tells in product((PENALTIES, {}), (True, False), (True, False)):
+        for penalties, tokens, logprobs in product((PENALTIES, {}), (True, False), (True, False)):
             self.penalties = penalties
-            status, content = self._send("POST", "/v1/completions", self._body(ids if tokens else prompt, 1, tells))
+            status, content = self._send("POST", "/v1/completions", self._body(ids if tokens else prompt, 1, logprobs))
             if status == 200:
-                self.tokens, self.tells = tokens, tells and bool(_logprobs(_choice(content)))
+                self.tokens, self.logprobs = tokens, logprobs and bool(_logprobs(_choice(content)))
                 return
             refused = _reason(content, status)
             if status in (401, 403, 404):
@@ -101,12 +101,12 @@ class Client:
         Raises:
             RunError: The server refuses or breaks.
         """
-        content = self._json("POST", "/v1/completions", self._body(prompt, most, self.tells))
+        content = self._json("POST", "/v1/completions", self._body(prompt, most, self.logprobs))
         choice = _choice(content)
         text, count = choice.get("text"), (content.get("usage") or {}).get("completion_tokens")
         if not isinstance(text, str):
             raise RunError(f"{self.address} answers a completion without text")
-        said = _logprobs(choice) if self.tells else ()
+        said = _logprobs(choice) if self.logprobs else ()
         return Answer(
             text, count if isinstance(count, int) else len(said) or None, choice.get("finish_reason") == "stop", said
         )
@@ -115,9 +115,9 @@ class Client:
         """Drop the connections."""
         self._http.close()
 
-    def _body(self, prompt: str | list[int], most: int, tells: bool) -> dict[str, Any]:
+    def _body(self, prompt: str | list[int], most: int, logprobs: bool) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": most, "temperature": 0}
-        return {**body, **self.penalties} | ({"logprobs": 1} if tells else {})
+        return {**body, **self.penalties} | ({"logprobs": 1} if logprobs else {})
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         status, content = self._send(method, path, body)
@@ -149,7 +149,7 @@ def _choice(content: Any) -> dict[str, Any]:
 
 
 def _logprobs(choice: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of each token: the older form of completions, or the one of chats, which llama.cpp's server has for both."""
+    """Log-probabilities of an answer's tokens, in the format of completions or of chats. llama.cpp's server uses the latter for both."""
     found = choice.get("logprobs") or {}
     if isinstance(found.get("token_logprobs"), list):
         return tuple(float(x) for x in found["token_logprobs"] if x is not None)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from still_export.loading.runtimes import Opening, open_runner, runtime_named
-from still_export.package.calls import Arrays, given_of, last_logits, typed_states
+from still_export.package.calls import Arrays, image_inputs, last_logits, typed_states
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.chains import HIDDEN
@@ -20,7 +20,7 @@ from still_graphs.states import StateTable
 
 
 class Session:
-    """A package's runner, in place and growing as users run it, asked for calls whose state is given.
+    """A package's runner, with in-place growing states as users run it, for calls with given states.
 
     Args:
         model: The runner.
@@ -33,14 +33,15 @@ class Session:
         self._calls = 0
 
     def seen(self) -> list[np.ndarray]:
-        """What was watched since the last time, in the graph's order, by places of tokens [B, N, ..]; -1: not seen, the later the truer."""
+        """Watched values since the last call, in the graph's order, by token [B, N, ..]; -1: not seen. A later value replaces an earlier
+        one."""
         calls, self.model.seen, self._calls = getattr(self.model, "seen", []), [], 0  # type: ignore[attr-defined]
         most = max((int((past + new).max(initial=0)) for past, new, _ in calls), default=0)
-        rows = max((len(past) for past, _, _ in calls), default=0)  # a runtime may try a call of one before
+        rows = max((len(past) for past, _, _ in calls), default=0)  # a runtime may try a call of one token before
         found: list[np.ndarray] = []
         for past, new, outputs in calls:
             for number, output in enumerate(outputs[: len(outputs) - self.hidden]):
-                if output.ndim > 3:  # of several heads: as `margins` of these layers number what is chosen
+                if output.ndim > 3:  # of several heads: numbered like the layer's `margins`
                     heads = output.shape[2]
                     output = np.where(output < 0, -1, output * heads + np.arange(heads, dtype=np.int32)[:, None])
                     output = output.reshape(*output.shape[:2], -1)
@@ -51,31 +52,31 @@ class Session:
         return found
 
     def load(self, feed: Arrays) -> None:
-        """Take the state that `feed` gives, in whatever float type, with room for its tokens."""
+        """Load the state in `feed`, in any float type, with room for its tokens."""
         table = self.model.table
         empty = table.shapes(len(feed["past_length"]), dict.fromkeys(table.growths, 0))
-        given = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is asked by itself
+        given = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is called by itself
         states = {s.name: given[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
         self._shapes = {s.name: feed[s.past].shape for s in table if s.past in feed}
 
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call whose state is given."""
+        """Outputs of one call with a given state."""
         self.load(feed)
         return self._fed(feed)
 
     def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
-        """Outputs of calls of which the first has states and the others go on from its."""
+        """Outputs of calls, each from the state of the one before; the first has a given state."""
         return [self._fed(feed) if number else self.infer(feed) for number, feed in enumerate(calls)]
 
     def _fed(self, feed: Arrays) -> Arrays:
-        """Outputs of one call from the state that is there."""
-        ids, new, given = feed["input_ids"], feed["new_tokens"], given_of(feed)
+        """Outputs of one call from the present state."""
+        ids, new, given = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
         seen: Any = self.model
         return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
-        """Outputs after `tokens` [B, 1], fed one by one, with the logits [B, steps, V] of all of them; the state stays where it is."""
+        """Outputs after `tokens` [B, 1] one by one, with all logits [B, steps, V]."""
         return self._outputs(np.concatenate([self.model.feed(token) for token in tokens], axis=1))
 
     def _outputs(self, logits: np.ndarray) -> Arrays:
@@ -83,7 +84,7 @@ class Session:
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
-            # The runner may have more room than was given, or less, where sequences are left empty.
+            # The runner may have more room than was asked for, or less if sequences are empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
             found[part] = array[part]
@@ -91,7 +92,7 @@ class Session:
         return outputs
 
     def _read_by_layers(self, rows: int) -> Arrays:
-        """What layers read in the calls since the last time, one after the other, [B, T, C]; zeros in the place of padding."""
+        """What layers read in the calls since the last time, concatenated, [B, T, C]; zeros at padding."""
         calls, self._calls = getattr(self.model, "seen", [])[self._calls :], len(getattr(self.model, "seen", []))
         found: dict[str, list[np.ndarray]] = {}
         for _, new, outputs in calls if self.hidden else ():
@@ -101,8 +102,8 @@ class Session:
         return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
     def checks(self, start: Arrays, count: int) -> list[Check]:
-        """Where the runner replays steps from a CUDA graph, captured again when the state grows half way: they equal single steps
-        bit for bit."""
+        """If the runner replays steps from a CUDA graph, which is captured again when the state grows: they equal single steps bit for
+        bit."""
         if not self.model.replays:
             return []
         halves = [count - count // 2, count // 2]
@@ -121,7 +122,7 @@ class Session:
                 logits = self.model.feed(tokens[done][:, None])[:, -1]
                 done += 1
                 chosen = np.take_along_axis(logits, tokens[done][:, None].astype(np.int64), axis=1)[:, 0]
-                wrong += int((chosen < logits.max(-1)).sum())  # of equal logits either is likeliest
+                wrong += int((chosen < logits.max(-1)).sum())  # equal logits are both likeliest
         single = self.model.state_arrays()
         differing = [name for name, array in kept.items() if not np.array_equal(array, single[name], equal_nan=True)]
         detail = f"{wrong} tokens and the states {', '.join(differing) or 'none'} differ"
@@ -129,19 +130,19 @@ class Session:
         return [Check(name, not wrong and not differing, detail)]
 
     def _outgrow(self) -> None:
-        """Move the state to more room, where the capacity allows it."""
+        """Grow the state, within the capacity."""
         if not self.model.table.bounded or self.model.room < self.model.table.capacity_tokens:
             self.model.reserve(self.model.room + 1 - int(self.model.length.max()))
 
     def _begin(self, start: Arrays) -> np.ndarray:
-        """Feed `start` with the least room; the likeliest token of each sequence, [B]."""
+        """Feed `start` with the least room; returns the likeliest token of each sequence, [B]."""
         self.model.start(start["input_ids"].shape[0])
         logits = self.model.feed(start["input_ids"], start["new_tokens"])
         return last_logits(logits, start["new_tokens"])[:, 0].argmax(-1).astype(np.int32)
 
 
 class Guessing(Session):
-    """The same, where steps are calls of guessed tokens of which all, none or some hold, of each sequence others.
+    """A session whose steps are calls with guessed tokens: all, none or some are accepted, differently for each sequence.
 
     Args:
         model: A runner that accepts guesses.
@@ -152,7 +153,7 @@ class Guessing(Session):
         self.random = np.random.default_rng(model.guesses)
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
-        """Like Session; tokens that do not hold are among those that are brought behind and between `tokens`."""
+        """Like Session; rejected tokens are guessed after and between `tokens`."""
         model, right = self.model, np.concatenate(tokens, axis=1)
         (batch, count), vocabulary = right.shape, model.manifest["model"]["vocab_size"]
         capacity = model.table.capacity_tokens if model.table.bounded else np.iinfo(np.int64).max
@@ -216,9 +217,9 @@ class Subject:
         self.record = runtime_named(runtime)
         self.name = self.record.polygraphy
         self.watch: tuple[str, ...] = ()
-        """Ops whose first outputs sessions report, where the runtime can."""
+        """Ops whose first outputs sessions report, if the runtime can."""
         self.native = False
-        """Whether the session that was opened last has the package's native kernel."""
+        """Whether the last opened session has the package's native kernels."""
 
     @property
     def title(self) -> str:
@@ -228,13 +229,13 @@ class Subject:
 
     @property
     def coarse(self) -> float:
-        """Times PyTorch's own error that the runtime's is by its kind: kernels of GPUs that sum in half precision err two to three times as
-        far, what runs on a CPU no further."""
+        """Factor of the bounds for the kind of runtime: GPU kernels that sum in half precision err two to three times as far, CPUs no
+        further than PyTorch."""
         return 1.5 if self.record.engines or self.provider == "cuda" else 1.0
 
     @contextlib.contextmanager
     def open(self, tensors: Sequence[str] = ()) -> Iterator[Session]:
-        """The runner that `run` opens, ready; with `tensors` of its graph as further outputs, which are what layers read."""
+        """Open the runner that `run` uses; `tensors` of its graph, which layers read, become further outputs."""
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
         model = open_runner(
@@ -255,7 +256,7 @@ class Subject:
         yield Session(model, len(tensors))
 
     def checks(self, count: int) -> list[Check]:
-        """Of the engine that people run the package with, where that is not the runner here, over `count` tokens."""
+        """Checks of the engine that users run the package with, if it is not the runner, over `count` tokens."""
         if not self.genai:
             return []
         from still_export.proof.genai import genai_checks
@@ -263,18 +264,18 @@ class Subject:
         return genai_checks(self.package, count)
 
     def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
-        """Calls that polygraphy's own command can repeat, with the types that it must pass."""
+        """Calls that polygraphy's own command can repeat, with the types that it needs."""
         manifest = self.package.manifest
         calls = [
             (typed_states(f, manifest), typed_states(e, manifest))
             for f, e in zip(feeds, expected, strict=True)
-            if not given_of(f)  # polygraphy takes no inputs that have defaults
+            if not image_inputs(f)  # polygraphy takes no inputs that have defaults
         ]
         if manifest.get("speculate"):  # its graph has logits of several tokens
             calls = [
                 (f, {n: x for n, x in e.items() if n != "logits" or f["input_ids"].shape[1] == 1}) for f, e in calls
             ]
-        if self.record.engines:  # those that fit the prefill profile; longer ones the runner feeds in pieces
+        if self.record.engines:  # those that fit the prefill profile; the runner splits longer ones
             longest = int(manifest["engines"][0]["prefill_tokens"])
             calls = [(_narrow(f), _narrow(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]
         return [f for f, _ in calls], [e for _, e in calls]

@@ -1,7 +1,7 @@
-"""The user's own files, read by somebody else: transformers, PEFT, the gguf package, or safetensors itself.
+"""Compare what this project's loader reads of a model with other readers: transformers, PEFT, the gguf package, safetensors.
 
-What this project's loader makes of them is compared tensor by tensor, and where another program has the model, logit by logit. So a fault
-of the loader is seen, which reads the files for the package and for the reference alike.
+Tensors are compared one by one, and logits if another program has the model. The loader reads the files for the package and for the
+reference, so a fault of the loader is seen nowhere else.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 PROMPTS = (1, 7, 48)
-"""Tokens of the prompts that both models answer."""
+"""Lengths of the prompts that both models answer."""
 OFF = 1e-3
-"""Of the largest logit that two float32 runs of a model may differ by: sums in another order gave up to 3e-5 in models of 40 layers."""
+"""Allowed difference of two float32 runs of a model, relative to the largest logit. Other orders of sums gave up to 3e-5 in models of 40
+layers."""
 SUMMED = 2.0**-16
-"""Of the largest number of a row that a merged adapter may differ by: its product is summed in another order."""
+"""Allowed difference of a merged adapter, relative to the row's largest number: its product is summed in another order."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks|blk)\.(\d+)\.")
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "transformer.", "")
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".rope.freqs")
@@ -90,13 +91,13 @@ def _check_logits(source: Source, by: str, prompts: Sequence[Tensor], right: Seq
 
 
 def _fresh(source: Source) -> frozenset[str]:
-    """Tensors that no file has: untrained attention starts with them."""
+    """Tensors that are in no file, such as those of untrained attention."""
     modules = [(n, m) for n, m in source.outline().named_modules() if isinstance(m, ProjectedAttention)]
     return frozenset(f"{prefix}.{name}" for prefix, module in modules for name in module.fresh_names())
 
 
 def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Verdict:
-    """Every tensor that has a counterpart by name, and those that have one by what they hold; `fresh` are in no file."""
+    """Compare every tensor that has a counterpart by name or by content; `fresh` tensors are in no file."""
     wrong: list[tuple[str, str]] = []
     unknown: list[str] = []
     computes = theirs.logits is None and source.family.published.tensors is not None
@@ -126,7 +127,7 @@ def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Ver
     lost = [name for name in theirs.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
     tied = source.config.tie_word_embeddings
     lost = [name for name in lost if not (tied and name.endswith("lm_head.weight"))]
-    # Where tensors are computed of several, others may be parts of them; so many as the model says are left out.
+    # Tensors computed from several may contain others; those that the model lists are left out.
     if not unknown and not computes and len(lost) > sum(source.others.values()):
         wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
     known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
@@ -146,7 +147,7 @@ def _layer_of(name: str) -> str | None:
 
 
 def _counterpart(name: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """The name that a tensor of a model has in `tensors`: its own, or with another beginning."""
+    """A tensor's name in `tensors`: its own, or one with another prefix."""
     if name in tensors:
         return name
     bare = name.removeprefix("model.")
@@ -167,7 +168,7 @@ def _difference(value: Tensor, right: Tensor, adapted: bool) -> str | None:
 
 
 def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
-    """Whether `part`, as it is or transposed, is rows of `whole` or all of it."""
+    """Whether `part`, or its transpose, is all of `whole` or a range of its rows."""
     for value in (part, part.transpose(-1, -2)) if part.dim() > 1 else (part,):
         if whole.numel() == value.numel():
             if _difference(value.reshape(-1), whole.float().reshape(-1), adapted) is None:
@@ -185,7 +186,7 @@ def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
 
 
 def _prompts(source: Source, options: ExportOptions) -> list[Tensor]:
-    """Tokens that both models answer: where STILL attention is attached untrained, no more than it answers as the model does."""
+    """Tokens that both models answer; with untrained STILL attention no more than it answers exactly."""
     most = max(PROMPTS)
     if options.attach_untrained:
         still = source.config.still
@@ -201,7 +202,7 @@ def _prompts(source: Source, options: ExportOptions) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the reports of loading of other libraries."""
+    """Without other libraries' loading reports."""
     from transformers.utils import logging as reports
 
     level, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
@@ -209,7 +210,7 @@ def _quiet() -> Iterator[None]:
     reports.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the gguf reader's bar asks nobody
+        with contextlib.redirect_stderr(io.StringIO()):  # no progress bar of the gguf reader
             yield
     finally:
         logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""Arrays in a temporary file until they are read: mapped memory counts only where it was touched."""
+"""Arrays in temporary files until they are read: mapped memory counts only where it was touched."""
 
 from __future__ import annotations
 
@@ -17,27 +17,24 @@ from still_export.package.calls import Arrays
 
 
 def free_memory() -> None:
-    """Let the system have memory that is free: of arrays smaller than 32 MB the C library keeps what held them, for those to come.
-    Elsewhere than with glibc nothing happens."""
+    """Return freed memory to the system (glibc's malloc_trim; nothing elsewhere). The C library keeps freed arrays below 32 MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 LARGE = 16 << 20
-"""Bytes of an array that lies in a file."""
+"""Size from which an array is stored in a file."""
 
 
 def room_for(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array of zeros. A large one, as logits of a large vocabulary are, lies in a temporary file of its own, so that the system can
-    have its memory at any time."""
+    """An array of zeros. Large ones, such as logits of a large vocabulary, are in a temporary file, so that the system can page them
+    out."""
     kind, count = np.dtype(dtype), math.prod(shape)
     if count * kind.itemsize < LARGE:
         return np.zeros(shape, kind)
     with tempfile.TemporaryFile() as file:
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # a full disk is an error here, and a signal where it is seen at the first write
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here; later it would be a signal
             os.posix_fallocate(file.fileno(), 0, count * kind.itemsize)
         else:
             file.truncate(count * kind.itemsize)
@@ -46,28 +43,28 @@ def room_for(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def rooms_for(shapes: Sequence[Sequence[int]], dtype: Any) -> list[np.ndarray]:
-    """As `room_for` each, in one file: every file that is mapped is one of those that a process may have open."""
+    """`room_for` for each shape, all in one file: every mapped file counts as an open file."""
     ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
     whole = room_for(ends[-1:], dtype)
     return [whole[ends[i] : ends[i + 1]].reshape(shape) for i, shape in enumerate(shapes)]
 
 
 def joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """`parts` one behind the other along `axis`, in `room_for` all."""
+    """Concatenate `parts` along `axis` in memory of `room_for`."""
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     return np.concatenate(parts, axis, out=room_for(shape, parts[0].dtype))
 
 
 class SpillFile:
-    """Takes arrays out of calls and restores them. The file lies in TMPDIR and goes with the last of its arrays."""
+    """Moves arrays of calls to a file and back. The file is in TMPDIR and is deleted with the last of its arrays."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()
         self._places: list[tuple[Arrays, str, int, np.dtype, tuple[int, ...]]] = []
 
     def take(self, calls: list[Arrays], end: str) -> None:
-        """The arrays of `calls` whose names end so, equal ones once; not zeros."""
+        """Move the arrays of `calls` whose names end with `end`, equal ones once, zeros not at all."""
         known: dict[int, tuple[int, np.ndarray]] = {}
         for call in calls:
             for name in [name for name in call if name.endswith(end)]:
@@ -81,7 +78,7 @@ class SpillFile:
                 del call[name]
 
     def restore(self) -> None:
-        """All of them, where they were."""
+        """Put all arrays back."""
         if not self._places:
             return
         self._file.flush()

@@ -1,4 +1,4 @@
-"""Texts that a proof asks a tokenizer: prose, code, numbers, white space, scripts of many kinds, special tokens, and long inputs."""
+"""Texts for proofs of tokenizers: prose, code, numbers, white space, many scripts, special tokens, long inputs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ KINDS = (
     CODE,
 )
 LONG = 40
-"""Times that prose and code are repeated: some 5,000 tokens, which no model's input is cut to."""
+"""Repetitions of prose and code, some 5,000 tokens."""
 
 
-def asked_texts(special: Iterable[str] = ()) -> list[str]:
+def tokenizer_texts(special: Iterable[str] = ()) -> list[str]:
     """The texts, with each of the `special` tokens by itself, between letters and between spaces."""
     around = [text for token in special for text in (token, f"a{token}b", f"Say {token} {token}\n")]
     return [*KINDS, *around, "\n".join([PROSE, CODE] * LONG)]
@@ -71,20 +71,20 @@ CHATS: tuple[tuple[list[dict[str, str]], dict[str, Any]], ...] = (
     ),
     ([{"role": "user", "content": "Is it raining in Bergen?"}], {"tools": [TOOL]}),
 )
-"""Conversations that a chat format is asked, and what else it is given."""
+"""Conversations, with arguments, for proofs of chat formats."""
 SPECIAL_MOST = 256
-"""Special tokens that prompts hold."""
+"""Most special tokens in prompts."""
 
 
 class Silent:
-    """What `Text` asks of a runner."""
+    """Stands for a runner where `Text` needs one."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
 
 
-def asked_tokens(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
-    """Tokens of chats, special tokens, prose and code, for prompts; none where the package has no tokenizer that can be read here."""
+def prompt_words(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Tokens of chats, special tokens, prose and code, for prompts; none if the package's tokenizer cannot be read here."""
     if "tokenizer.json" not in manifest["files"] or importlib.util.find_spec("tokenizers") is None:
         return ()
     try:

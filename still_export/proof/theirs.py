@@ -37,7 +37,7 @@ class Theirs:
 
 
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """What a model of transformers answers to tokens [1, T]: logits [T, V]."""
+    """Logits [T, V] of a transformers model for tokens [1, T]."""
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the others want sizes that are multiples
     for module in model.modules():
@@ -55,7 +55,7 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def too_large(parameters: int) -> str:
-    """Why a float32 model of so many parameters is not read; "": there is room."""
+    """Why a float32 model of this size is not read; "": it fits."""
     size, free = 4 * parameters, _free_memory()
     if size <= ROOM * free:
         return ""
@@ -63,7 +63,7 @@ def too_large(parameters: int) -> str:
 
 
 def room() -> int:
-    """The largest size of a model, bytes."""
+    """Largest size of a model, bytes."""
     return int(min(ROOM * _free_memory(), 1 << 62))
 
 

@@ -1,6 +1,6 @@
-"""What PyTorch calls as it computes a model, without computing: ops of this project with their settings, functions, numbers.
+"""What PyTorch calls when it computes a model, recorded without computing: this project's ops with settings, functions, numbers.
 
-The model is the reference's, built from the user's config.json. Nothing of the package is read.
+The model is the reference's, from the user's config.json. Nothing of the package is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from still_graphs.ops import OPS
 from still_graphs.spec import AttributeValue
 
 TOKENS, CAPACITY_PERIODS = 5, 4
-"""Of the call that is watched: more than one token, and no whole chunk."""
+"""Sizes of the recorded call: more than one token, no whole chunk."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class TorchCalls:
 
 
 def torch_calls(source: Source) -> TorchCalls:
-    """What one call of the model, or of a head that guesses ahead of one, calls in all of its layers."""
+    """What one call of the model, or of its MTP head, calls in all layers."""
     from torch._export.utils import _compiling_state_context
 
     model = source.outline()
@@ -56,7 +56,7 @@ def torch_calls(source: Source) -> TorchCalls:
     capacity = state_table(config, model.dtype).period * CAPACITY_PERIODS
     watch = _Watch()
     watch.calls.tensors = frozenset(n for named in (model.named_parameters(), model.named_buffers()) for n, _ in named)
-    # As in a trace, ops of this project are called as such, on tensors that have shapes and no values.
+    # Like in a trace, this project's ops are called on tensors with shapes and no values.
     with next(model.parameters()).fake_mode, torch.no_grad(), _compiling_state_context(), watch:
         states = empty_states(config, 1, model.dtype, capacity)
         ids, count = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -67,7 +67,7 @@ def torch_calls(source: Source) -> TorchCalls:
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down every op that is called."""
+    """Records every called op."""
 
     def __init__(self) -> None:
         super().__init__()

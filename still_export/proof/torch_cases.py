@@ -1,4 +1,4 @@
-"""What verify asks: prompts around chunk boundaries, ragged batches, prompts in pieces, decode steps, with PyTorch's answers."""
+"""PyTorch's answers to verify's questions: prompts around chunk boundaries, ragged batches, prompts in pieces, decode steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
 from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Progress, Question, silent
@@ -28,7 +28,7 @@ LENGTH = "present_length"
 
 
 class TorchCases:
-    """Cases drawn at random and answered by PyTorch, all that are asked for at once.
+    """Random cases answered by PyTorch, all at once.
 
     Args:
         reference: The PyTorch model that answers, in a wider type than the package's.
@@ -62,10 +62,10 @@ class TorchCases:
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
-        cannot say whose they are; only where a case needs it."""
+        """Like CaseSource. A second run uses routers' choices (the first run shows the layers) and selected keys of unsure tokens, for
+        the cases that need it."""
         decisions = {number: follow.get(number, Decisions()) for number in numbers}
-        drafts = [self._followed(number, decisions[number]) for number in numbers]
+        drafts = [self._with_choices(number, decisions[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
         again = [
             place
@@ -73,18 +73,18 @@ class TorchCases:
             if unsure[place] or (decisions[number].seen and case.went and not case.follows(decisions[number].seen))
         ]
         if again:
-            drafts = [self._followed(numbers[place], decisions[numbers[place]]) for place in again]
+            drafts = [self._with_choices(numbers[place], decisions[numbers[place]]) for place in again]
             meanings = _Meanings(self.own, drafts, self.ties) if any(unsure) else None
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
         return cases
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """Cases in which every layer reads what it read in `answers`, whose outputs have `present_hidden.<layer>`: so one layer's rounding
-        is all that outputs may differ by."""
+        """Cases in which every layer reads the subject's own hidden states (`present_hidden.<layer>` in `answers`), so that outputs
+        differ by one layer's rounding."""
         drafts = []
         for number, answer in answers.items():
-            draft = self._followed(number, answer.decisions)
+            draft = self._with_choices(number, answer.decisions)
             names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
             inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
             calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
@@ -95,14 +95,15 @@ class TorchCases:
     def _answered(
         self, drafts: Sequence[Draft], meanings: _Meanings | None = None, draws: int = 0
     ) -> tuple[list[Case], list[bool]]:
-        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws` runs more of PyTorch's
-        own, in which linear layers round by chance, say what rounding does."""
-        reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
+        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws`: further runs of PyTorch with
+        stochastic
+        rounding in linear layers."""
+        reference = _RunningChains(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
-        # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
+        # Both runs go layer by layer, side by side: what a layer gave is measured, then dropped.
         models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
-        runs = [_Asked(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
+        runs = [_RunningChains(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
         own = runs[0]
         spills = [SpillFile() for _ in cases]
         count = self.reference.layers
@@ -118,7 +119,7 @@ class TorchCases:
             for draft, case, follow, answered, scores in zip(drafts, cases, follow_of, right, scores_of, strict=True):
                 case.add(_case(draft, answered[0].outputs))
                 case.went |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
-                for told, found in zip(follow, scores, strict=True):  # the own run's errors are of rounding alone
+                for told, found in zip(follow, scores, strict=True):  # the own run's errors are rounding alone
                     told |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
             for done, run in enumerate(runs):
                 for each in zip(drafts, cases, right, exact, run.answers(layer), strict=True):
@@ -137,11 +138,11 @@ class TorchCases:
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
-    def _followed(self, number: int, decisions: Decisions) -> Draft:
-        """The draft of a case, on which PyTorch chooses what a runtime chose."""
+    def _with_choices(self, number: int, decisions: Decisions) -> Draft:
+        """The draft of a case with the choices of a runtime."""
         draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
         seen = {~layer: went for layer, went in zip(self._layers, decisions.seen, strict=False)}
-        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.kept)))
+        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.selected)))
 
     def _measure(
         self,
@@ -153,13 +154,15 @@ class TorchCases:
         own: list[_Answered],
         done: int,
     ) -> None:
-        """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
-        both. It carries its state as the target does, and follows the reference's choices. So many runs were `done` before it."""
+        """Add the errors of PyTorch's own run to a case: of its calls, for a layer or the logits, and of a draft's `further`.
+
+        The own run carries its state as the target does, and makes the reference's choices. `done`: own runs added before.
+        """
         asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
         if scores and not done:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-            beside = self.ties.scores([look for answer in asked for look in answer.looks])
-            case.leads |= self.ties.leads(scores, beside, counts)
+            own_scores = self.ties.scores([look for answer in asked for look in answer.looks])
+            case.leads |= self.ties.leads(scores, own_scores, counts)
         pairs = _pairs(case, asked[0].outputs, layer)
         if layer is None and not done:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
@@ -179,8 +182,8 @@ class TorchCases:
             held.update({n: _usual(held.get(n), errors, done) for n, errors in errors_by_name.items()})
 
 
-class _Asked:
-    """Chains of several cases on their way through a model, their calls cut so that every score that the ties ask for is seen."""
+class _RunningChains:
+    """Chains of several cases on their way through a model. Calls are cut so that every score that the ties need is seen."""
 
     def __init__(self, model: LayerwiseModel, asked: list[list[Chain]], ties: Ties) -> None:
         self.ties, self.asked, self.chains = ties, asked, [chain for each in asked for chain in each]
@@ -192,8 +195,7 @@ class _Asked:
         self.passage = model.begin([replace(chain, calls=[*itertools.chain(*calls)]) for chain, calls in whole])
 
     def answers(self, layer: int | None = -1) -> list[list[_Answered]]:
-        """Through a layer, the next one, or with None behind the last: what it says, and nothing of it is kept here. -1: before the first,
-        the lengths alone."""
+        """Answers of the next layer (-1: before the first, lengths alone; None: after the last). Nothing of them is stored here."""
         if layer is None:
             self.passage.answer()
         elif layer >= 0:
@@ -209,16 +211,16 @@ class _Asked:
 
 
 class _Meanings:
-    """Which tokens are meant by keys that drafts follow. PyTorch's own run, which follows the same, says it: a token with huge activations
-    has keys in half precision that are as far from the reference's as another token's, and in both such runs alike."""
+    """Resolves selected keys to tokens. PyTorch's own run decides: a token with huge activations has keys in half precision that are as
+    far from the reference's as another token's, alike in both half-precision runs."""
 
     def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
         self.chains = [draft.chain for draft in drafts]
         copies = [replace(chain, calls=_joined(chain.calls), follow=dict(chain.follow)) for chain in self.chains]
-        self.asked = _Asked(own, [[chain] for chain in copies], ties)
+        self.asked = _RunningChains(own, [[chain] for chain in copies], ties)
 
     def tell(self, layer: int) -> None:
-        """The chains follow offsets of tokens in a layer, where they followed keys; what was told of no chunk stays so."""
+        """Replace keys by offsets of tokens in the chains' choices for a layer."""
         for chain, (answered,) in zip(self.chains, self.asked.answers(layer), strict=True):
             keys, found = chain.follow.get(layer), self.asked.ties.scores(answered.looks)
             if keys is not None and keys.dtype.kind == "f" and layer in found:
@@ -252,7 +254,7 @@ def _joined(calls: Sequence[ChainCall]) -> list[ChainCall]:
 
 
 def _cut(call: ChainCall, ties: Ties) -> list[ChainCall]:
-    """Calls that bring at most `ties.span` tokens of each sequence; all keep the scores."""
+    """Calls with at most `ties.span` new tokens of each sequence; all keep the scores."""
     size = ties.span or call.tokens.shape[1]
     calls = []
     for start in range(0, call.tokens.shape[1], size):
@@ -274,7 +276,7 @@ def _cut(call: ChainCall, ties: Ties) -> list[ChainCall]:
 
 
 def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> _Answered:
-    """The answers to `chain`, of those to its calls in pieces."""
+    """The answers to `chain`, from those to its calls in pieces."""
     past, left = chain.start["past_length"], iter(found)
     answered = _Answered([], [])
     for calls in cut:
@@ -289,7 +291,7 @@ def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> 
             outputs[name] = np.concatenate([piece[name] for piece in pieces], axis=1)
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
-            if not calls[-1].every:  # those of each sequence's last token
+            if not calls[-1].every:  # of each sequence's last token
                 for i, call in enumerate(calls[1:], 1):
                     logits[i] = np.where((call.new_tokens > 0)[:, None, None], logits[i], logits[i - 1])
             outputs["logits"] = joined(logits, axis=1) if calls[-1].every else logits[-1]
@@ -298,10 +300,10 @@ def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> 
 
 
 def _case(draft: Draft, answers: list[Arrays]) -> Case:
-    """The case of a draft and what is known of the answers to its chain."""
+    """The case of a draft, with the known answers to its chain."""
     if not draft.steps:
         fed = zip(answers, draft.feeds[1:], strict=False)
-        following = ({**next_feed(a, f["input_ids"]), **given_of(f)} for a, f in fed)
+        following = ({**next_feed(a, f["input_ids"]), **image_inputs(f)} for a, f in fed)
         return Case(draft.name, [draft.feeds[0], *following], answers)
     lengths = [int(answer["present_length"][0] - answers[0]["present_length"][0]) for answer in answers]
     after = dict(zip(lengths, answers, strict=True))  # by number of steps
@@ -313,38 +315,38 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
 
 
 def _own_chains(draft: Draft, follow: Sequence[dict[int, np.ndarray]]) -> list[Chain]:
-    """What the own run is asked: the reference's chains, in which tokens go where the reference's did, as `follow` will say."""
+    """Chains of the own run: the reference's, with its choices once `follow` has them."""
     return [replace(chain, follow=told) for chain, told in zip((draft.chain, *draft.further), follow, strict=True)]
 
 
 def _usual(held: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray:
-    """The root of the mean square of so many draws of errors that are `done`, and of one more."""
+    """Update a root mean square of errors, `done` samples so far, with one more."""
     if held is None or not done:
         return errors
     return np.asarray(np.sqrt((done * np.square(held) + np.square(errors)) / (done + 1)))
 
 
 def _places(went: np.ndarray) -> np.ndarray:
-    """The choices of a mask [.., E]; see `Chain.follow`; -1 behind them."""
+    """Chosen experts of a mask [.., E], as in `Chain.follow`; then -1."""
     count = went.sum(-1)
     found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
     return np.where(np.arange(found.shape[-1]) < count[..., None], found, -1)
 
 
 def _of(outputs: Arrays, layer: int | None) -> Arrays:
-    """Those of a layer, or None: those of none."""
+    """Outputs of a layer, or without one (None)."""
     end = f".{layer}"
     return {n: x for n, x in outputs.items() if (n.endswith(end) if layer is not None else "." not in n)}
 
 
 def _pair(feed: Arrays, expected: Arrays, actual: Arrays, layer: int | None) -> tuple[Arrays, Arrays]:
-    """What both say of a layer, or of none, without what stands behind padding."""
+    """Both sides' outputs of a layer, or without one, with padding set to zero."""
     a, b = _of(expected, layer), _of(actual, layer)
     return fixed_pair(feed, a, b) if layer is None else (as_numbers(a), as_numbers(b))
 
 
 def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
-    """Like `Case.pairs`, what is said of a layer, or of none, of the answers to the calls of a case, or to the one chain of its steps."""
+    """`Case.pairs` for a layer, or without one, from the answers to a case's calls, or to the one chain of its steps."""
     if not case.steps:
         calls = zip(case.feeds, case.expected, found, strict=True)
         return [_pair(*call, layer) for call in calls]

@@ -1,4 +1,4 @@
-"""What a proof found: checks that passed or failed, and what it did not ask. No torch."""
+"""Results of a proof: passed and failed checks, and what was not checked. No torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHOWN = 4
-"""Further findings that a check has notes of."""
+"""Further findings in a check's notes."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must be true, beside the comparison of outputs.
+    """A fact that must hold besides the compared outputs.
 
     Args:
         name: What must be true, in words: "scales equal the file's".
@@ -31,7 +31,7 @@ class Check:
 
     @classmethod
     def of(cls, name: str, wrong: Sequence[tuple[str, str]]) -> Check:
-        """That nothing is wrong; of each thing that is, its place and a sentence. The first is what was found, the next ones are notes."""
+        """A check that no fault was found. `wrong`: (place, sentence) of each; the first becomes the finding, the next ones notes."""
         where, what = wrong[0] if wrong else ("", "")
         more = f"; {len(wrong)} are not" if len(wrong) > 1 else ""
         return cls(name, not wrong, what + more, where, notes=tuple(text for _, text in wrong[1 : 1 + SHOWN]))
@@ -46,7 +46,7 @@ class Check:
 
 @dataclass
 class Verdict:
-    """Checks, and what was not asked: one line each, printed beside PASSED."""
+    """Checks, and what was not checked, one line each, printed next to PASSED."""
 
     checks: list[Check] = field(default_factory=list)
     not_asked: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The proof of a package: PyTorch and the subject on the same inputs, compared row by row of every output."""
+"""The proof of a package: PyTorch and the subject on the same inputs, compared row by row."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, expected_ties
 
 DECODE_STEPS = 256
-"""More than a chunk, so that a promotion happens between plain steps."""
+"""More than a chunk, so that chunks are promoted between plain steps."""
 
 WORK = 8.0
-"""Operations of the proof for each parameter and token: two in each of two runs, one of which computes in a wider type."""
+"""Operations for each parameter and token: two in each of two runs, one of which is in a wider type."""
 
 BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
 
@@ -60,7 +60,7 @@ NO_PROMPT = (
 
 @dataclass
 class Answers:
-    """All that a subject answered.
+    """All answers of a subject.
 
     Args:
         cases, guessed: By number of a case; `guessed`: the same with guessed tokens in the steps.
@@ -77,7 +77,7 @@ class Answers:
 
     @property
     def decisions(self) -> dict[int, Decisions]:
-        """What the reference follows."""
+        """The choices that the reference makes, too."""
         return {number: answer.decisions for number, answer in self.cases.items()}
 
 
@@ -119,17 +119,17 @@ class Verifier:
             folder: Made where missing; polygraphy.sh there is the command.
             progress: Called with cases that the subject answered, layers that PyTorch did, and cases that were compared.
         """
-        import polygraphy.comparator  # noqa: F401  # writes the calls at the end: where it is missing, that is said first
+        import polygraphy.comparator  # noqa: F401  # writes the calls at the end; if it is missing, this fails first
 
         folder.mkdir(parents=True, exist_ok=True)
         if self.asked is None:
             questions = [self.cases.begin(number) for number in range(self.cases.count)]
             progress(self._cost(questions), 0, 1)
-            with self.subject.open() as session:  # a runtime that is missing says so before PyTorch takes its time
+            with self.subject.open() as session:  # a missing runtime fails before PyTorch starts
                 self.asked = questions, self.ask(session, questions, progress)
             runner = weakref.ref(session.model)
-            del session  # what it holds is more than opening it costs
-            if runner() is not None:  # of a runtime whose objects hold each other
+            del session  # its memory matters more than opening it again
+            if runner() is not None:  # free runtime objects that refer to each other
                 gc.collect()
         questions, asked = self.asked
         answers = Answers(asked.cases, asked.guessed, [*asked.checks], asked.heads)
@@ -157,8 +157,7 @@ class Verifier:
         return self.judge(judged, bounds, answers, line, sharp)
 
     def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
-        """In half precision, where the graph can have further outputs: calls once more, where PyTorch's layers read what the runtime's
-        read."""
+        """In half precision, if the graph allows further outputs: run calls again and let PyTorch's layers read the runtime's inputs."""
         if not self.sharp or not self.cases.follows or not self.subject.record.graphs:
             return []
         names = layer_inputs(self.package.path / self.subject.graph, self.package.manifest["model"]["layers"])
@@ -170,7 +169,7 @@ class Verifier:
             return self.by_layer(session, asked, progress)
 
     def by_layer(self, session: Session, asked: Mapping[int, Question], progress: Progress = silent) -> list[Judged]:
-        """Cases of a session whose outputs have what layers read."""
+        """Cases of a session whose outputs have the layers' inputs."""
         answers = {}
         for done, (number, question) in enumerate(asked.items()):
             progress("asking for layers", done, len(asked))
@@ -187,7 +186,7 @@ class Verifier:
         return judged
 
     def _cost(self, questions: Sequence[Question]) -> str:
-        """What the work is, and about how long PyTorch takes on a CPU, where it is here."""
+        """The amount of work, and about how long PyTorch takes on this CPU."""
         tokens = sum(int(feed["new_tokens"].sum()) for each in questions for feed in each.feeds)
         tokens += sum(step.size for each in questions for step in each.steps)
         said = f"{len(questions)} cases, {tokens:,} tokens"
@@ -197,7 +196,7 @@ class Verifier:
         return f"{said}, about {WORK * parameters * tokens / _rate() / 60:.1f} minutes of PyTorch on this CPU"
 
     def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
-        """All that the subject answers, before the reference is asked."""
+        """All answers of the subject, before the reference runs."""
         found = Answers()
         for number, question in enumerate(questions):
             progress(f"asking {self.subject.title}", number, len(questions))
@@ -211,8 +210,8 @@ class Verifier:
         return found
 
     def compare(self, number: int, case: Case, answers: Answers) -> list[Judged]:
-        """What the subject answered in a case, and with guessed tokens in its steps, beside what PyTorch did."""
-        found = [self._compared(case, answers.cases[number], answers.selections, self._followed)]
+        """Judge the subject's answers to a case, and its answers with guessed tokens in the steps."""
+        found = [self._compared(case, answers.cases[number], answers.selections, self._same_choices)]
         if number in answers.guessed:
             table, guessed = StateTable.of(self.package.manifest), answers.guessed[number]
             case = replace(case, name=f"{case.name}, guessed")
@@ -221,8 +220,8 @@ class Verifier:
         return found
 
     @property
-    def _followed(self) -> bool:
-        """Whether PyTorch chose what this subject did."""
+    def _same_choices(self) -> bool:
+        """Whether PyTorch made this subject's choices."""
         return self.cases.follows or bool(getattr(self.cases, "followed", False))
 
     def _compared(
@@ -230,20 +229,20 @@ class Verifier:
         case: Case,
         answer: Answer,
         total: Choices,
-        followed: bool,
+        same_choices: bool,
         guessed: StateTable | None = None,
         summed: Mapping[str, float] | None = None,
     ) -> Judged:
-        """One case, judged as far as it can be before all are known; `total` counts its choices."""
+        """One case, judged as far as possible before all are known; `total` counts its choices."""
         pairs = case.pairs(answer.outputs)
         if guessed is not None:
             pairs = [(empty_unread(guessed, ours), empty_unread(guessed, theirs)) for ours, theirs in pairs]
         if self.subject.watch and not (answer.decisions.seen and self.cases.follows):
             case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
-        found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
+        found.expected, found.unreported = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
-        turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
+        turned = [] if same_choices else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
         if summed is None:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
@@ -255,7 +254,7 @@ class Verifier:
         return judged
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
-        """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
+        """Verdicts on the MTP head, if the package has one and PyTorch is available."""
         cases = getattr(self.cases, "head", None)
         if cases is None or session.model.head is None:
             return []
@@ -288,8 +287,8 @@ class Verifier:
         )
 
     def _judged_by_layer(self, sharp: Sequence[Judged], whole: bool) -> tuple[list[OutputReport], list[str]]:
-        """Verdicts on cases by layer; or why there are none: where the `whole` run passed and a layer is far off, the tensors that were
-        taken for its input are others."""
+        """Verdicts on cases by layer, or why there are none: if the `whole` run passed and a layer is far off, its inputs were
+        misidentified."""
         if not sharp:
             return [], [self.open_layers] if self.sharp else []
         bounds = Bounds([each.case for each in sharp], self.subject.coarse, self.dtype, sharp=True, fixed=self.fixed)
@@ -298,7 +297,7 @@ class Verifier:
         return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
-        """What is true of any correct package, before errors are compared with rounding."""
+        """Checks that hold for any correct package."""
         cases = [each.case for each in judged]
         findings = {each.case.name: each.found for each in judged}
         checks = overflow_checks(
@@ -320,7 +319,7 @@ class Verifier:
 
 @cache
 def _rate() -> float:
-    """Operations a second of a product of this CPU."""
+    """Multiply-adds a second of this CPU."""
     square = np.ones((1024, 1024), np.float32)
     begin = time.perf_counter()
     square @ square
@@ -328,7 +327,7 @@ def _rate() -> float:
 
 
 def _carries_more(case: Case, answer: Answer) -> bool:
-    """Whether PyTorch's layers read more than the hidden states that the graph shows: RWKV-7's, the first layer's values, too."""
+    """Whether PyTorch's layers read more than the hidden states in the graph: RWKV-7's also read the first layer's values."""
     return any(
         right.shape != actual[name].shape
         for expected, actual in case.pairs(answer.outputs)
@@ -340,10 +339,10 @@ def _carries_more(case: Case, answer: Answer) -> bool:
 def _not_compared(selections: Choices, rows: int) -> list[str]:
     """What choices leave open, one line each."""
     found = []
-    if selections.untold:
+    if selections.unreported:
         found.append(
-            f"{selections.untold} tokens with a near tie between experts or blocks, which this runtime does not report: their logits, and "
-            "what later layers keep of them, are not compared"
+            f"{selections.unreported} tokens with a near tie between experts or blocks, which this runtime does not report: "
+            "their logits, and states of later layers, are not compared"
         )
     if rows:
         found.append(

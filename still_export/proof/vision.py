@@ -21,7 +21,7 @@ from still_export.proof.verdict import Check
 from still_export.runtime.ort_session import open_session
 
 GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))
-"""Frames, rows and columns of squares that become one embedding."""
+"""Frames, rows and columns of squares, each of which becomes one embedding."""
 FEATURES = "image_embeds"
 
 

@@ -1,4 +1,4 @@
-"""All else that a user runs of a package, compared with the model's: tokenizer, chat format, end tokens and generation settings."""
+"""Compare everything else that a user runs of a package with the model's: tokenizer, chat format, end tokens, generation settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from still_export.package.chat_format import ChatFormat
 from still_export.package.folder import Package
-from still_export.proof.texts_asked import CHATS, KINDS, Silent, asked_texts
+from still_export.proof.texts_asked import CHATS, KINDS, Silent, tokenizer_texts
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
 from still_export.runtime.text import Text
@@ -18,11 +18,11 @@ from still_export.runtime.text import Text
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
 SPECIAL_MOST = 64
-"""Special tokens whose texts are asked in every place; of all others, their ids."""
+"""Special tokens that are tested in every place; of all others only the ids."""
 CONTROL = (3, 4)
-"""Types of a GGUF file's tokens that may end an answer beside the one that it names: of control, and those that its maker added."""
+"""GGUF token types that may end an answer: control tokens, and user-defined ones."""
 GGUF_IDS = {"eos": "", "eot": "", "eom": "", "bos": "bos_token_id", "padding": "pad_token_id"}
-"""Tokens that a GGUF file names, and generation settings that are one of them."""
+"""GGUF's names of special tokens, and the generation settings that they are."""
 SHOWN = 60
 """Characters of a text that a message shows."""
 SAVED = (
@@ -31,9 +31,9 @@ SAVED = (
 )
 """Attributes of a tokenizer of transformers that its files keep."""
 APART = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache")
-"""Entries of a generation configuration that change no token."""
+"""Generation settings that change no token."""
 SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
-"""Entries of which a list's first is read; endings of names of token ids."""
+"""Settings of which a list's first entry counts; suffixes of names of token ids."""
 
 
 def check_files(package: Package, source: Path) -> Verdict:
@@ -60,7 +60,7 @@ def _check_texts(package: Package, source: Path) -> Verdict:
     if own is None:
         return verdict
     added = sorted(own.get_added_vocab().items(), key=lambda entry: entry[1])
-    texts = asked_texts([token for token, _ in added[:SPECIAL_MOST]])
+    texts = tokenizer_texts([token for token, _ in added[:SPECIAL_MOST]])
     wrong = []
     for text in texts:
         for special in (False, True):
@@ -97,7 +97,7 @@ def _check_texts(package: Package, source: Path) -> Verdict:
 
 
 def _other_rules(held: Any, own: Any) -> list[str]:
-    """What differs of two tokenizers beside words: merges, which texts reach by luck, rules of splitting, flags of special tokens."""
+    """Differences of two tokenizers other than words: merges, splitting rules, flags of special tokens."""
     from tokenizers import Tokenizer
 
     backend = getattr(own, "backend_tokenizer", None)
@@ -120,7 +120,7 @@ def _other_rules(held: Any, own: Any) -> list[str]:
 
 
 def _check_saved(package: Package, own: Any) -> Check:
-    """The package's tokenizer as transformers reads it, of tokenizer_config.json and chat_template.jinja too."""
+    """The package's tokenizer as transformers reads it, with tokenizer_config.json and chat_template.jinja."""
     from transformers import AutoTokenizer
 
     name = "the tokenizer that transformers reads of the package is the model's"
@@ -144,7 +144,7 @@ def _check_saved(package: Package, own: Any) -> Check:
 
 
 def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
-    """The model's tokenizer by transformers, of a GGUF file as this project reads it: transformers leaves out its splitting rule."""
+    """The model's tokenizer by transformers; a GGUF file's by this project, because transformers drops its splitting rule."""
     if source.is_file():
         from still_export.models.load import load_tokenizer
 
@@ -172,7 +172,7 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
 
 
 def _check_gguf_words(source: Path) -> Verdict:
-    """The words of a GGUF file by their ids and its chat template, by the gguf package; words that it calls unused may be missing."""
+    """Compare the words and chat template of a GGUF file by the gguf package. Words that it calls unused may be missing."""
     from gguf import GGUFReader, TokenType
 
     from still_export.models.load import load_tokenizer
@@ -214,7 +214,7 @@ def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> 
 
 
 def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
-    """The chats of the package beside those of the model's template: texts and tokens."""
+    """Compare the package's chats with the model's template: texts and tokens."""
     name = "the chat format is the model's"
     template, chat = bool(getattr(own, "chat_template", None)), package.manifest.get("chat")
     if not template or not chat:
@@ -250,9 +250,9 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
 
 
 def _chat_of(own: Any) -> dict[str, Any]:
-    """What a manifest should say of the chat format of a tokenizer that has one."""
-    given = own.chat_template
-    templates = dict(given) if isinstance(given, Mapping) else {"default": str(given)}
+    """The manifest's chat format for a tokenizer with a template."""
+    own_template = own.chat_template
+    templates = dict(own_template) if isinstance(own_template, Mapping) else {"default": str(own_template)}
     found = ChatFormat(templates, dict(own.special_tokens_map))
     start = ""
     with contextlib.suppress(RunError):  # a template that takes no message alone
@@ -296,8 +296,7 @@ def _end_of_tokenizer(source: Path) -> int | None:
 
 
 def _check_settings(package: Package, said: Mapping[str, Any], configured: bool) -> Check:
-    """Generation settings that the model has and the package has otherwise, or the other way round; where a model has none (`configured`)
-    token ids that its configuration leaves out are those of its class."""
+    """Compare generation settings in both directions. A model without them (`configured`) may have token ids of its class."""
     from transformers import GenerationConfig
 
     first = {name: _first(said[name]) for name in SINGLE if name in said}
@@ -319,7 +318,7 @@ def _first(said: Any) -> Any:
 
 
 def _ids(said: Any) -> set[int]:
-    """Of those that are some: a negative one stands for none."""
+    """Token ids without negative ones."""
     found = () if said is None else said if isinstance(said, (list, tuple)) else (said,)
     return {int(x) for x in found if int(x) >= 0}
 

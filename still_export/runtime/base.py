@@ -1,4 +1,4 @@
-"""What every runner does alike: room for tokens, calls, states that are taken and put. No torch, no runtime.
+"""What all runners share: state capacity, calls, saving and restoring states. No torch, no runtime.
 
 Exports copy this file into packages, with the other runners (`still_export.package.programs`).
 """
@@ -25,15 +25,15 @@ NUMPY_TYPES = {
     "float16": np.float16,
     "bfloat16": np.uint16,
 }
-"""NumPy's type of a state's elements; bfloat16, which it has not, as bits."""
+"""NumPy's type of a state's elements; uint16 for bfloat16, which NumPy lacks."""
 
 SPARE_ROWS = 256
-"""Least rows that are added when a state whose rows are counted is full; an eighth more of a long one."""
+"""Least rows added when a counted state is full; long states grow by an eighth."""
 
 
 def peak_mb() -> float:
-    """The most memory that this process has held, MB."""
-    try:  # ru_maxrss also counts what the process held that started this one
+    """Peak memory of this process, MB."""
+    try:  # ru_maxrss includes the parent's memory before exec
         status = Path("/proc/self/status").read_text()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -52,19 +52,19 @@ class Runner(Decoder):
     batch: int = 0
     room: int = 0
     replays = False
-    """`step` and `greedy` replay a captured step."""
+    """Whether `step` and `greedy` replay a captured step."""
     least_rows = 0
-    """Rows that a growing state has at least."""
+    """Least rows of a growing state."""
     counts_rows = False
-    """States whose rows are counted (`Growth.counted`) grow with their rows; else they have room for the most that tokens could need."""
+    """Whether states with counted rows (`Growth.counted`) grow by their rows, instead of reserving the most that tokens could need."""
     reproducible = False
-    """A sequence's numbers do not depend on the others of a call, nor on how a prompt is cut at multiples of 64 tokens."""
+    """Whether a sequence's numbers are independent of the others in a call, and of splits of a prompt at multiples of 64 tokens."""
     guesses = 0
-    """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
+    """Most guesses in one call; 0: no `guess` and `accept`."""
     head: Any = None
-    """Guesses tokens ahead (`still_export.runtime.head`); None: the package has none, or this runner cannot."""
+    """Guesses tokens ahead (`still_export.runtime.head`); None: the package, or this runner, has none."""
     adapter = ""
-    """Digest of the LoRA adapter that is added to the weights; empty: none."""
+    """Digest of the LoRA adapter in use; empty: none."""
 
     def _open(self, folder: Path) -> None:
         """Read the package's manifest."""
@@ -73,10 +73,10 @@ class Runner(Decoder):
         self.table = StateTable.of(self.manifest)
 
     def check_files(self) -> None:
-        """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
+        """Raise CheckError if a file that the runtime still reads was changed; runners that have everything in memory check nothing."""
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
-        """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
+        """Add a LoRA adapter to the weights, replacing the one before; empties the states.
 
         Args:
             inputs: By name, as `still_export.models.read.adapters` makes them; empty: none.
@@ -92,11 +92,11 @@ class Runner(Decoder):
 
     @property
     def most_rows(self) -> int | None:
-        """The largest number of sequences; None: as many as fit into memory."""
+        """Most sequences; None: limited by memory."""
         return None
 
     def start(self, batch: int = 1, tokens: int = 0) -> None:
-        """Forget everything; `batch` sequences, room for `tokens` tokens at once.
+        """Empty the states; reserve `batch` sequences with room for `tokens` tokens.
 
         Raises:
             RunError: More sequences or tokens than the package allows, or out of memory.
@@ -105,12 +105,12 @@ class Runner(Decoder):
         self.length = np.zeros(batch, np.int64)
         counted = {n: int(rule["rows"]) for n, rule in self.table.growths.items() if rule.get("counted")}
         self._counted_rows = counted if self.counts_rows else {}
-        self._used_rows = dict(self._counted_rows)  # at most, by dimension; those of the newest tokens are not counted
+        self._used_rows = dict(self._counted_rows)  # upper bounds by dimension, without the newest tokens' rows
         self._clear()
         self._resize(tokens)
 
     def reserve(self, tokens: int | np.ndarray, first: int = 0) -> None:
-        """Make room for `tokens` more tokens of every sequence, or [R] of the sequences from `first` on, keeping the state.
+        """Reserve room for `tokens` more tokens of every sequence, or [R] of the sequences from `first` on; the state stays.
 
         Raises:
             RunError: They are more than the package holds; nothing is changed then.
@@ -122,21 +122,21 @@ class Runner(Decoder):
             self._resize(needed)
 
     def _reserve_counted(self, tokens: int, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Have room for `tokens` more tokens in states whose rows are counted, or for them behind `arrays`, the states of sequences."""
+        """Reserve room in counted states for `tokens` more tokens, or for them after `arrays`, states of sequences."""
         if not self._counted_rows:
             return
-        held = {} if arrays is None else self._rows_held(arrays)
+        held = {} if arrays is None else self._rows_used(arrays)
         most = {n: max(rows, held[n]) if held else rows for n, rows in self._used_rows.items()}
         if any(rows + tokens > self._counted_rows[n] for n, rows in most.items()) and not held:
-            most = self._rows_held(self._views())
+            most = self._rows_used(self._views())
         self._used_rows = {n: rows + tokens for n, rows in most.items()}
         full = {n: rows for n, rows in self._used_rows.items() if rows > self._counted_rows[n]}
         if full:
             self._counted_rows |= {n: rows + max(SPARE_ROWS, rows // 8) for n, rows in full.items()}
             self._resize(self.room)
 
-    def _rows_held(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Rows by dimension that states whose rows are counted have in use, with those of the newest tokens."""
+    def _rows_used(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """Used rows of counted states by dimension, with the newest tokens' rows."""
         found = dict.fromkeys(self._counted_rows, 0)
         for state in self.table:
             if state.growth and (name := state.growth.get("counted")):
@@ -146,7 +146,7 @@ class Runner(Decoder):
         return found
 
     def rows(self, tokens: int) -> dict[str, int]:
-        """Size of every growing dimension with room for `tokens` tokens, as this runner's states have it."""
+        """Size of every growing dimension for `tokens` tokens, in this runner's states."""
         most = self.table.rows(tokens, self.least_rows)
         return most | {n: min(most[n], rows) for n, rows in self._counted_rows.items()}
 
@@ -159,20 +159,20 @@ class Runner(Decoder):
             )
 
     def ample(self, tokens: int, spare: int) -> int:
-        """Room for `tokens` tokens and `spare` more, as far as the capacity allows."""
+        """Room for `tokens` tokens and `spare` more, within the capacity."""
         return min(tokens + spare, self.table.capacity_tokens) if self.table.bounded else tokens + spare
 
     @abstractmethod
     def _clear(self) -> None:
-        """Drop the state: what `_resize` makes next is empty."""
+        """Drop the state; `_resize` makes an empty one."""
 
     @abstractmethod
     def _resize(self, tokens: int) -> None:
-        """Make room for at least `tokens` tokens, keeping the state."""
+        """Grow the state to at least `tokens` tokens."""
 
     @abstractmethod
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """Run one call on the R sequences from `first` on; all others are left alone.
+        """Run one call on the R sequences from `first` on; the others are unchanged.
 
         Args:
             input_ids: Integers [R, T], right-padded.
@@ -184,7 +184,7 @@ class Runner(Decoder):
         """
 
     def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """Run one call as `feed` does, for the likeliest tokens alone.
+        """Like `feed`, but returns the likeliest tokens.
 
         Returns:
             Integers [R, 1], or [R, T] where `feed` returns logits of every token; -1 where they are no finite numbers.
@@ -200,7 +200,7 @@ class Runner(Decoder):
     def guess(
         self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0, greedy: bool = False
     ) -> np.ndarray:
-        """Run one call as `feed` does, of at most 1 + `guesses` tokens, whose states wait for `accept`; without it nothing was fed.
+        """Like `feed`, for at most 1 + `guesses` tokens, but states change only with `accept`.
 
         Returns:
             Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]; a sequence that brings n tokens has theirs in its last n
@@ -219,17 +219,17 @@ class Runner(Decoder):
             )
         chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
         place = self.length[first : first + len(counts)] % chunk
-        inner = (place > 0) | (chunk == ANY)  # the first token of a chunk takes another into the state
+        inner = (place > 0) | (chunk == ANY)  # the first token of a chunk promotes another one
         settled = (counts == 0) | inner & (place + counts <= chunk)
         found = self._guess(input_ids, counts, first, not settled.all(), greedy)
         return likeliest(found) if greedy and found.ndim > 2 else found
 
     def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
-        """As `guess`; leaves the call in `guessed`. With `greedy` logits may be given all the same."""
+        """See `guess`; stores the call in `guessed`. May return logits even with `greedy`."""
         raise NotImplementedError
 
     def accept(self, accepted: np.ndarray) -> None:
-        """Keep the first `accepted` [R] tokens of each sequence's last `guess`.
+        """Accept the first `accepted` [R] tokens of each sequence in the last `guess`.
 
         Raises:
             RunError: More than were guessed, or nothing was guessed.
@@ -246,15 +246,15 @@ class Runner(Decoder):
         self.guessed = None
 
     def _hold(self, call: Guess, accepted: np.ndarray) -> None:
-        """Let states and lengths be those after the first `accepted` [R] tokens of the call."""
+        """Set states and lengths to those after the first `accepted` [R] tokens of the call."""
         raise NotImplementedError
 
     def forget(self, sequence: int) -> None:
-        """Make one sequence empty, for another; room and the others stay as they are."""
+        """Empty one sequence; room and other sequences are unchanged."""
         self.put(sequence, {}, 0)
 
     def put(self, sequence: int, arrays: Mapping[str, np.ndarray], length: int) -> None:
-        """Let one sequence go on from `arrays`, which `take` gave after `length` tokens; the others stay as they are.
+        """Set one sequence to `arrays`, which `take` returned after `length` tokens; the others are unchanged.
 
         Raises:
             RunError: They are more tokens than the package holds; nothing is changed then.
@@ -265,14 +265,14 @@ class Runner(Decoder):
         if arrays:
             self._reserve_counted(0, arrays)
         self._fill(sequence, arrays)
-        self.length = self.length.copy()  # callers may hold it
+        self.length = self.length.copy()  # the caller may keep it
         self.length[sequence] = length
 
     def take(self, sequence: int = 0) -> dict[str, np.ndarray]:
-        """The state of one sequence by name, [1, ...], cut to the rows in use; the next call may write over it."""
+        """The state of one sequence by name, [1, ...], cut to used rows; the next call may overwrite it."""
         length = int(self.length[sequence])
         arrays = {n: array[sequence : sequence + 1] for n, array in self._views().items()}
-        held = self._rows_held(arrays) if self._counted_rows else {}
+        held = self._rows_used(arrays) if self._counted_rows else {}
 
         def shapes(tokens: int) -> dict[str, tuple[int, ...]]:
             rows = self.table.rows(tokens)
@@ -284,14 +284,14 @@ class Runner(Decoder):
 
     @abstractmethod
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write `arrays` [1, ...] over one sequence of every state, and zeros, which are an empty state, where they have nothing."""
+        """Write `arrays` [1, ...] over one sequence of every state; missing parts become zeros, the empty state."""
 
     def _views(self) -> dict[str, np.ndarray]:
-        """The state tensors by name, which need not be copies."""
+        """The state tensors by name; may be views."""
         return self.state_arrays()
 
     def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """A call on some sequences as one on all [B]; the others have no new tokens."""
+        """A call on some sequences as one on all [B]; the others get no new tokens."""
         if len(input_ids) == self.batch:
             return input_ids, counts
         sequences = slice(first, first + len(input_ids))
@@ -306,7 +306,7 @@ class Runner(Decoder):
 
     @abstractmethod
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
-        """Put `arrays` into the state's tensors, which have their shapes and types."""
+        """Copy `arrays` into the state's tensors, which have the same shapes and types."""
 
     def load(self, arrays: dict[str, np.ndarray], length: np.ndarray, more: int = 0) -> None:
         """Continue from `arrays` as `state_arrays` returned them, after `length` [B] tokens, with room for `more`.
@@ -328,7 +328,7 @@ class Runner(Decoder):
         shapes = self.state_shapes()
         for state in self.table:
             target = np.zeros(shapes[state.name], NUMPY_TYPES[state.dtype])
-            # Rows beyond those of `length` tokens are empty: a smaller room loses nothing.
+            # Rows after `length` tokens are empty: a smaller room loses nothing.
             part = tuple(slice(0, min(n, m)) for n, m in zip(arrays[state.name].shape, target.shape, strict=True))
             target[part] = arrays[state.name][part]
             held[state.name] = target
@@ -336,7 +336,7 @@ class Runner(Decoder):
         self.length = np.asarray(length, np.int64).copy()
 
     def peak_mb(self) -> float:
-        """The most memory that the process has held, MB; a runtime with memory of its own says that."""
+        """Peak memory of the process, MB; overridden by runtimes with device memory."""
         return peak_mb()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""A chat that goes on: what was said, what the model has read of it, and the oldest turns that make room at the end of the capacity.
+"""A chat over several turns: messages, what the model has read, and dropping the oldest turns at the end of the capacity.
 
 Exports copy this file into packages.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FullError(RunError):
-    """The conversation and the next answer exceed the package's capacity; `turns` of the oldest ones would have to go."""
+    """The conversation and the next answer exceed the package's capacity; dropping the `turns` oldest turns makes room."""
 
     def __init__(self, turns: int, capacity: int) -> None:
         self.turns = turns
@@ -32,8 +32,8 @@ class FullError(RunError):
 
 
 class Conversation:
-    """Messages to a model and its answers. Each time the whole chat is written by the model's template; of its tokens the model reads those
-    behind the longest beginning that it has read, or that the cache knows.
+    """Messages to a model and its answers. The model's template renders the whole chat each time; the model reads only tokens after the
+    longest prefix in its state or in the cache.
 
     Args:
         model: Started by the conversation.
@@ -67,12 +67,12 @@ class Conversation:
         self.arguments = arguments
         text.opening("", system, arguments)
         self.turns: list[tuple[str, Message]] = []
-        """Each message of the user with the answer's."""
+        """User messages with answers."""
         self._reader = Reader(model, prefixes, prefix)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was said."""
+        """Forget all turns."""
         self.turns = []
         self._reader.restart()
 
@@ -119,7 +119,7 @@ class Conversation:
         self.turns = self.turns[: max(0, len(self.turns) - turns)]
 
     def _prompt(self, turns: Sequence[tuple[str, Message]], message: str) -> list[int]:
-        """Token ids of the chat behind the prefix."""
+        """Token ids of the chat after the prefix."""
         said: list[Message] = [m for user, answer in turns for m in ({"role": "user", "content": user}, answer)]
         said.append({"role": "user", "content": message})
         if self.prefix is not None:
@@ -130,7 +130,7 @@ class Conversation:
         return self.text.dialogue(said, arguments=self.arguments)
 
     def _settled(self, message: str, prompt: list[int]) -> int:
-        """How many tokens of `prompt` the chat begins with after another turn: templates drop thoughts that an answer began with."""
+        """Length of the prefix of `prompt` that stays the same after another turn: templates drop reasoning of earlier answers."""
         return alike(prompt, self._prompt([*self.turns, (message, {"role": "assistant", "content": "."})], "."))
 
     def _check_room(self, message: str, prompt: int) -> None:
@@ -138,7 +138,7 @@ class Conversation:
         before = self.prefix.length if self.prefix else 0
         before, rows = self.model.feeding.given(before), self.model.feeding.length
         if not table.bounded or not self.turns:
-            return  # one message that is too long is refused by `generate`
+            return  # `generate` refuses a single message that is too long
         for gone in range(len(self.turns) + 1):
             size = before + (len(self._prompt(self.turns[gone:], message)) if gone else prompt)
             if rows(size + self.tokens - 1) <= table.capacity_tokens:

@@ -1,4 +1,4 @@
-"""Tokens from a model that is fed: prompts in pieces, the next tokens greedily or drawn, with guesses. No torch, no runtime.
+"""Decoding: prompts in pieces, then greedy or sampled tokens, optionally with guesses. No torch, no runtime.
 
 Exports copy this file into packages, with the runners (`still_export.package.programs`).
 """
@@ -43,7 +43,7 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """A call of guessed tokens that waits for `accept`.
+    """A call with guessed tokens that waits for `accept`.
 
     Args:
         apart: States after some of the tokens are not those after all of them.
@@ -61,24 +61,23 @@ class Guess:
 
 
 class Decoder(ABC):
-    """A model whose sequences have seen `length` [B] tokens each; what feeds it and keeps its states is the runner's."""
+    """A model whose sequences have seen `length` [B] tokens each; runners implement feeding and states."""
 
     manifest: dict[str, Any]
     length: np.ndarray
     guessed: Guess | None = None
-    """The call of `guess` that waits for `accept`; None: there is none."""
+    """The call of `guess` that waits for `accept`, or None."""
     speculation: Speculation | None = None
-    """Guesses in `generate`; None: no guesses."""
+    """Speculation in `generate`; None: no guesses."""
 
     @cached_property
     def feeding(self) -> Feeding:
-        """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` feeds tokens as they are; `length` counts all of them."""
+        """Rules of feeding for `prefill`, `step`, `greedy` and `generate`; `feed` ignores them; `length` counts all tokens."""
         return Feeding.of(self.manifest)
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them, unless the model asks for
-        whole prompts."""
+        """Tokens of one prefill call. Longer prompts are fed in pieces, so that memory is bounded, unless the model needs whole prompts."""
         return sys.maxsize if self.feeding.whole_prompts else int(self.manifest["prefill_tokens"])
 
     @abstractmethod
@@ -110,7 +109,7 @@ class Decoder(ABC):
         return logits[0, -1]
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """Tokens [B] that follow `token` [B] greedily, `count` of them.
+        """The `count` greedy tokens [B] after `token` [B].
 
         Raises:
             NotFiniteError: The logits of a sequence are no finite numbers.
@@ -137,7 +136,7 @@ class Decoder(ABC):
         progress: Progress | None = None,
         before: Sequence[int] = (),
     ) -> Iterator[int]:
-        """Tokens that follow `prompt` in the single sequence, at most `count`, ending after one of `stop` (which is not yielded).
+        """Sample at most `count` tokens after `prompt` in the single sequence, up to one of `stop`, which is not yielded.
 
         The last one is not fed to the model. `before`: what it has read, for guesses alone.
 
@@ -163,8 +162,8 @@ class Decoder(ABC):
     def _guessing(
         self, token: int, count: int, sampling: Sampling, speculation: Speculation, known: list[int]
     ) -> Iterator[int]:
-        """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
-        number, as without guesses: so their distribution is the same."""
+        """Yields the same as `_sampled`, in steps with guesses. Each token is chosen from its own logits by one random number, so the
+        distribution is the same."""
         guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
         while count > 0:
             begun = time.perf_counter()
@@ -179,7 +178,7 @@ class Decoder(ABC):
                         yield said[-1]
                         if said[-1] != guess:
                             break
-                finally:  # also where nobody wants more: what is fed is what was said, but for the last
+                finally:  # also if the caller stops: everything yielded was fed, except the last
                     if self.guessed is call:
                         begun = time.perf_counter()
                         self.accept(np.array([len(said)]))

@@ -13,7 +13,7 @@ from still_export.runtime.text import Text
 
 
 class Draft:
-    """Guesses for any number of sequences, one after the other.
+    """Guesses for any number of sequences, one at a time.
 
     Args:
         runner: Of the draft's package, for one sequence.
@@ -26,7 +26,7 @@ class Draft:
         self._last: Drafted | None = None
 
     def guesser(self, tokens: Sequence[int], sequence: int = 0) -> Drafted:
-        """Of a sequence that begins with `tokens`; what the latest one has read of them is not read again."""
+        """A guesser for a sequence that begins with `tokens`; the prefix it shares with the latest one is not read again."""
         new, last = Drafted(self, tokens), self._last
         if last is not None and new.tokens[: last.read] == last.tokens[: last.read]:
             new.read, new.state = last.read, last.state
@@ -35,7 +35,7 @@ class Draft:
 
 
 class Drafted(Guessed):
-    """What a draft has read of a sequence, and the state after it: its own guesses are forgotten."""
+    """What a draft has read of a sequence, with the state after it; its own guesses leave no trace."""
 
     def __init__(self, draft: Draft, tokens: Sequence[int]) -> None:
         super().__init__(tokens)
@@ -43,7 +43,7 @@ class Drafted(Guessed):
         self.state: dict[str, np.ndarray] = {}
 
     def sure(self) -> int | None:
-        """Like Guesser; none at the end of the draft's capacity."""
+        """Like Guesser; None at the end of the draft's capacity."""
         table = self.draft.runner.table
         return None if table.bounded and len(self.tokens) >= table.capacity_tokens else 0
 
@@ -65,7 +65,7 @@ class Drafted(Guessed):
 
 
 def open_draft(model: Runner, draft: Runner) -> Speculation:
-    """Guesses of the model `draft` for `model`.
+    """Let the model `draft` guess for `model`.
 
     Raises:
         RunError: `model` accepts no guesses, `draft` makes none, or they have different tokenizers.

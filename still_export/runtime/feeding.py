@@ -1,4 +1,4 @@
-"""How a model's tokens are fed, where that is not one after the other as they are given. No torch, no runtime."""
+"""Feeding rules of models that need more than their tokens one after the other. No torch, no runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Feeding:
-    """What a model asks of its runner.
+    """A model's feeding rules.
 
     Args:
         every: Tokens of a text behind which the runner inserts one; 0: nowhere.
@@ -25,7 +25,7 @@ class Feeding:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> Feeding:
-        """What a package's manifest says."""
+        """The rules in a package's manifest."""
         found = manifest.get("feeding") or {}
         inserted = found.get("inserted") or {}
         return cls(inserted.get("every", 0), inserted.get("id", 0), bool(found.get("whole_prompts")))
@@ -35,12 +35,12 @@ class Feeding:
         return length - length // (self.every + 1) if self.every else length
 
     def length(self, given: int) -> int:
-        """Tokens of a sequence whose text has `given`."""
+        """Tokens of a sequence for a text of `given` tokens."""
         return given + given // self.every if self.every else given
 
     def fed(self, tokens: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """What is fed for `tokens` [.., T] of a text to sequences of `length` tokens, and for each of the T the place of the logits that
-        follow it: those of an inserted token where one does."""
+        """Tokens to feed for `tokens` [.., T] of a text after `length` tokens, and for each of the T the index of the logits after it:
+        those of an inserted token, if one follows."""
         places = np.arange(tokens.shape[-1])
         if not self.every:
             return tokens, places
@@ -51,7 +51,7 @@ class Feeding:
         return found, np.append(places[1:], found.shape[-1]) - 1
 
     def step(self, token: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is fed for one token [B] of each text: ids [B, 1 or 2], and how many of them are a sequence's own, [B]."""
+        """Tokens to feed for one token [B] of each text: ids [B, 1 or 2], and the number of valid ones, [B]."""
         full = (
             np.zeros_like(length)
             if not self.every

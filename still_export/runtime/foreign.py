@@ -1,4 +1,4 @@
-"""Decoder graphs that other programs exported, run with ONNX Runtime: their calls, and the states between them."""
+"""Run decoder graphs of other exporters with ONNX Runtime: calls, and states between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from still_export.errors import PackageError, UnsupportedError
 GENAI_CONFIG = "genai_config.json"
 WHOLE, STEP = "prefill.onnx", "decode.onnx"
 FILES = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx", "decoder.onnx")
-"""Names of a decoder's only graph; a pair of a graph for prompts and one for steps has the two above."""
+"""File names of a single decoder graph; separate graphs for prompts and steps have the two names above."""
 
 TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 TYPES = {
@@ -27,7 +27,7 @@ TYPES = {
     "tensor(bool)": np.bool_,
 }
 ROWS = 3
-"""Rows of positions of a model that reads pictures, too; of text they are alike."""
+"""Rows of positions in models that also read images; equal for text."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def shared_name(name: str) -> str:
 
 
 class Graph:
-    """One file: which input is which.
+    """One ONNX file, and the meaning of its inputs.
 
     Args:
         path: The ONNX file.
@@ -72,7 +72,7 @@ class Graph:
         options.log_severity_level = 4
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # what ONNX Runtime raises has no common class
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             raise PackageError(f"{path}: ONNX Runtime cannot read it: {str(error).splitlines()[0]}") from error
         self.path = path
         self.inputs = {i.name: i for i in self.session.get_inputs()}
@@ -102,7 +102,7 @@ class Graph:
             )
 
     def _state(self, past: str, present: str, head_size: int) -> ForeignState:
-        """What grows is the dimension that has another name in the output than in the input."""
+        """The growing dimension is the one whose name differs between input and output."""
         given, made = self.inputs[past], self.outputs[present]
         shape, grows = [], False
         for axis, (size, after) in enumerate(zip(given.shape, made.shape, strict=True)):
@@ -123,7 +123,7 @@ class Graph:
 
 
 class ForeignModel:
-    """A folder or file of a decoder.
+    """A decoder of another exporter.
 
     Args:
         path: A folder with genai_config.json, with a graph named as optimum-onnx and transformers.exporters name it, or an ONNX file.
@@ -155,7 +155,7 @@ class ForeignModel:
         return name in self.first.inputs and name in self.next.inputs
 
     def start(self, batch: int) -> None:
-        """Forget what was read."""
+        """Empty the states."""
         self.batch, self.held, self.mask = batch, {}, np.zeros((batch, 0), np.int64)
 
     def feed(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
@@ -193,7 +193,7 @@ class ForeignModel:
 
 
 def graph_files(path: Path) -> list[Path]:
-    """The graph of a decoder, or that of prompts and that of steps.
+    """The graph of a decoder, or those for prompts and for steps.
 
     Raises:
         PackageError: There is none.
@@ -216,7 +216,7 @@ def graph_files(path: Path) -> list[Path]:
 
 
 def _genai_config(path: Path) -> Mapping[str, Any]:
-    """Of a folder that onnxruntime-genai reads, what it says of the decoder."""
+    """The decoder's entry in a folder's genai_config.json."""
     file = path / GENAI_CONFIG
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""How a package is opened, what verbs that run one share as flags and as arguments of `still_export.load`, and what `run` is asked for."""
+"""Options of opening and running a package, shared as flags and as arguments of `still_export.load`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHEN_FULL = ("ask", "drop", "stop")
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """Who computes a package's graph."""
+    """Which runtime computes a package's graph."""
 
     runtime: str | None = option(None, "ort, trt or torch.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
@@ -21,7 +21,7 @@ class RunnerOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(RunnerOptions):
-    """The same of a package that answers."""
+    """Options of a package that answers prompts."""
 
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
     guess: str | None = option(
@@ -35,7 +35,7 @@ class LoadOptions(RunnerOptions):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How `run` answers."""
+    """Options of `run`."""
 
     tokens: int | None = option(None, "Tokens to generate at most.", shown="128; of a talk's answer 512", least=1)
     temperature: float = option(0.0, "0 = greedy.", least=0)

@@ -121,10 +121,10 @@ class OrtModel(Runner):
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
         # Opened here, not in the midst of an answer.
-        self.fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
+        self.fold: Any = self._open_graph(FOLD) if FOLD in self.manifest["files"] else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
-            head = self.head = Head(self, self._open_beside(HEAD))
+            head = self.head = Head(self, self._open_graph(HEAD))
             self.speculation = Speculation(self.guesses, lambda tokens, sequence: Ahead(head, tokens, sequence))
         others = [self.head.session] if self.head else []
         check_graph(self.session, self.manifest, self.folder / "manifest.json", *others)
@@ -205,7 +205,7 @@ class OrtModel(Runner):
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
         return self.values.floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
-    def _open_beside(self, graph: str) -> Any:
+    def _open_graph(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import proxy
 
 from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, REPLAY
-
-if TYPE_CHECKING:
-    from still_export.runtime.ort import OrtModel
 
 GUESSED, APART, FOLDED = "guessed", "apart", "folded"
 """Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
@@ -29,8 +26,8 @@ class Bindings:
         given: Of those that images have, for one call.
     """
 
-    def __init__(self, model: OrtModel) -> None:
-        self.model: OrtModel = proxy(model)  # memory of a model goes with its last user
+    def __init__(self, model: Any) -> None:
+        self.model = proxy(model)  # an OrtModel, which imports this file; its memory goes with its last user
         self.adapter: dict[str, Any] = {}
         self.given: dict[str, Any] = {}
         self.clear()

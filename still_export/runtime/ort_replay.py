@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import proxy
 
 import numpy as np
 
 from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, NEXT_TOKEN
-
-if TYPE_CHECKING:
-    from still_export.runtime.ort import OrtModel
 
 ALIGNED = 32
 """Numbers of 8 bytes from input to input, a multiple: kernels read their first ones together."""
@@ -35,8 +32,8 @@ class Captured(NamedTuple):
 class Replays:
     """The captured calls, by tokens and by which buffers hold the states."""
 
-    def __init__(self, model: OrtModel) -> None:
-        self.model: OrtModel = proxy(model)  # as in Bindings
+    def __init__(self, model: Any) -> None:
+        self.model = proxy(model)  # an OrtModel, as in Bindings
         self._count = 0  # captured so far
         self.clear()
 

@@ -1,4 +1,4 @@
-"""Prefixes that outlive the process: a folder of snapshots, and a cache of the size that was asked for."""
+"""Prefixes that outlive the process: a folder of snapshots behind a prefix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_export.runtime.sampling import RunError
 from still_export.runtime.snapshot import Snapshot, digest
 
 WAITING = 8
-"""States that wait to be written; an answer waits for its turn beyond them."""
+"""Most states that wait to be written; an answer that adds one more waits."""
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -27,15 +27,15 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB
 def open_prefixes(
     model: Runner, size: str | int, folder: Path | None = None, reproducible: bool = False
 ) -> PrefixCache | None:
-    """A cache of a model's prefixes; None where `size` is 0, or the model asks for whole prompts or tokens of its own.
+    """Open a model's prefix cache; None if `size` is 0, or the model needs whole prompts or inserts tokens.
 
     Args:
-        size: In bytes, or a text as "2GiB".
-        folder: Where prefixes outlive the process, too; as large as the cache at most.
-        reproducible: Those of reproducible servers, which know no others.
+        size: Bytes, or a text like "2GiB".
+        folder: Prefixes are also written here, up to the size of the cache.
+        reproducible: Use only prefixes that reproducible servers wrote.
 
     Raises:
-        ConfigError: See `cache_bytes`; there is a folder and no cache; it cannot be written.
+        ConfigError: `size` is invalid (see `cache_bytes`), 0 with a folder, or the folder cannot be written.
     """
     most = cache_bytes(size)
     if most == 0:
@@ -46,16 +46,16 @@ def open_prefixes(
         return None
     if model.feeding.every or model.feeding.whole_prompts:
         return None
-    shelf = None
+    store = None
     if folder is not None:
         package = digest(model)
         own = hashlib.sha256(f"{package} reproducible".encode()).hexdigest() if reproducible else package
-        shelf = PrefixFolder(folder, own, most)
-    return PrefixCache(model.table, most, shelf)
+        store = PrefixFolder(folder, own, most)
+    return PrefixCache(model.table, most, store)
 
 
 def cache_bytes(size: str | int) -> int:
-    """The bytes that `--prefix-cache` names; raises ConfigError where it is no size, or more than this machine's memory."""
+    """Bytes of `--prefix-cache`; raises ConfigError if it is no size, or exceeds this machine's memory."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]i?B)?", str(size).strip())
     if found is None or (found[2] or "") not in UNITS:
         raise ConfigError(f"--prefix-cache {size!r} is no size: give bytes, or as 512MiB or 2GiB; 0 is none.")
@@ -69,14 +69,14 @@ def cache_bytes(size: str | int) -> int:
 
 
 class PrefixFolder:
-    """Snapshots with their tokens, each in a file of its own that is written beside its place and moved there whole.
+    """Snapshots with their tokens, one file each, written to a temporary name and then renamed.
 
-    Files of other packages and adapters are left alone. Not read again: a file whose hash differs from its content's.
+    Files of other packages and adapters are left alone. A file whose content does not match its hash is not used.
 
     Args:
-        folder: Made where it is not there.
+        folder: Created if missing.
         package: Digest of package and adapter.
-        most_bytes: Of this package's files; those that were used least lately go first.
+        most_bytes: Of this package's files; the least recently used are deleted first.
 
     Raises:
         ConfigError: The folder cannot be written.
@@ -91,7 +91,9 @@ class PrefixFolder:
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, "no right to write there")
         except OSError as error:
-            raise ConfigError(f"{folder} cannot keep prefixes: {error.strerror}. Choose another folder.") from error
+            raise ConfigError(
+                f"--prefix-dir {folder} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
         self._waiting: queue.Queue[Snapshot | None] = queue.Queue(WAITING)
         self._writer = threading.Thread(target=self._write, name="still-export prefixes", daemon=True)
         self._writer.start()
@@ -110,7 +112,7 @@ class PrefixFolder:
         return found
 
     def read(self, tokens: np.ndarray) -> tuple[Arrays, int]:
-        """The state behind `tokens`, and its length; RunError where it cannot be had."""
+        """(state after `tokens`, its length); raises RunError if the file is missing or damaged."""
         path = self._path(tokens)
         try:
             snapshot = Snapshot.load(path)
@@ -123,11 +125,11 @@ class PrefixFolder:
         return snapshot.arrays, snapshot.length
 
     def write(self, tokens: np.ndarray, state: Arrays, length: int) -> None:
-        """Write a state soon; it does not change any more."""
+        """Queue a state for writing; the caller must not change it."""
         self._waiting.put(Snapshot(dict(state), length, self.package, tokens=tuple(tokens.tolist())))
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all states are written."""
         self._waiting.put(None)
         self._writer.join()
 
@@ -135,7 +137,7 @@ class PrefixFolder:
         return self.folder / f"{self.package[:12]}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:32]}.safetensors"
 
     def _files(self) -> list[Path]:
-        """Of this package, those that were used least lately first; others may lie beside them."""
+        """This package's files, the least recently used first."""
         return sorted(self.folder.glob(f"{self.package[:12]}-*.safetensors"), key=lambda file: file.stat().st_mtime)
 
     def _write(self) -> None:
@@ -148,4 +150,4 @@ class PrefixFolder:
                         file.unlink()
                         del sizes[file]
             except Exception as error:  # a full disk, as OSError or safetensors' own: answers do not need it
-                print(f"a prefix could not be kept in {self.folder}: {error}", file=sys.stderr)
+                print(f"a prefix could not be written to {self.folder}: {error}", file=sys.stderr)

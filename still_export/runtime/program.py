@@ -1,4 +1,4 @@
-"""What the stand-alone programs of packages share: their command line. Exports copy this file into packages."""
+"""The command line of packages' stand-alone programs. Exports copy this file into packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_export.runtime.text import Answer, Text, token_ids, write_answer
 
 
 def talk(conversation: Conversation) -> None:
-    """Talk until the input ends; at the end of the capacity the oldest turns are dropped."""
+    """Chat until the input ends; at the end of the capacity the oldest turns are dropped."""
     while True:
         try:
             message = input("> ")

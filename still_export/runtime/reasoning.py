@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class Reasoning:
-    """Splits an answer in pieces at the marks around its reasoning, which belong to neither; nor does the blank beside them.
+    """Splits an answer in pieces at the marks around its reasoning; marks and white space next to them are dropped.
 
     Args:
         marks: Before and behind reasoning; see `ChatFormat.thoughts`; None: there is none.
@@ -17,7 +17,7 @@ class Reasoning:
     def __init__(self, marks: tuple[str, str] | None, opened: bool) -> None:
         self._marks, self._opened = marks or ("", ""), opened
         self._state = "begin" if marks else "content"
-        self._held = ""  # what may be part of a mark, or blank before one
+        self._held = ""  # possibly part of a mark, or white space before one
 
     def push(self, piece: str) -> tuple[str, str]:
         """(reasoning, content) that are certain with this piece."""

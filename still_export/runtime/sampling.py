@@ -1,4 +1,4 @@
-"""How the next token is chosen; the error of every runner."""
+"""Choosing the next token; the error class of all runners."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from still_export.package.refusals import RunError as RunError
 
 NO_TOKEN = -1
-"""What `likeliest` says where the largest logit is no finite number."""
+"""Returned by `likeliest` if the largest logit is not finite."""
 INFINITY = 0x7C00
 """Bits of float16's infinity."""
 LIKELY = 64
-"""Tokens among which the mass top_p is looked for first."""
+"""Tokens that are searched first for the mass top_p."""
 
 
 def likeliest(logits: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def checked_token(token: int) -> int:
 
 
 class NotFiniteError(RunError):
-    """The logits of one request are no finite numbers."""
+    """The logits of one request are not finite."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -82,24 +82,24 @@ class Sampling:
         """
         if self.temperature == 0:
             return checked_token(int(likeliest(logits)))
-        largest = float(logits.max())  # NaN where one is
+        largest = float(logits.max())  # NaN if one is
         if not math.isfinite(largest):
             raise NotFiniteError()
-        with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and weight 0
+        with np.errstate(over="ignore"):  # the smallest temperatures give -inf and weight 0
             weight = np.exp((logits.astype(np.float64) - largest) / self.temperature)
-        tokens = self._kept(weight)
+        tokens = self._candidates(weight)
         mass = np.cumsum(weight if tokens is None else weight[tokens])
         place = int(np.searchsorted(mass / mass[-1], self.random.random(), side="right"))
         return place if tokens is None else int(tokens[place])
 
-    def _kept(self, weight: np.ndarray) -> np.ndarray | None:
-        """The tokens to draw from, likeliest first; None: all. Sorts no more of the vocabulary than it needs."""
+    def _candidates(self, weight: np.ndarray) -> np.ndarray | None:
+        """The tokens to sample from, likeliest first; None: all. Sorts only as much of the vocabulary as needed."""
         if not self.top_k and self.top_p == 1:
             return None
         count = min(self.top_k or LIKELY, weight.size)
         while True:
             least = np.partition(weight, -count)[-count]
-            tokens = np.flatnonzero(weight >= least)  # with the ties of the last, which come in the order of their ids
+            tokens = np.flatnonzero(weight >= least)  # with ties of the last, in the order of ids
             tokens = tokens[np.argsort(-weight[tokens], kind="stable")][:count]
             mass = np.cumsum(weight[tokens])
             # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.

@@ -1,4 +1,4 @@
-"""What a model has read, kept: a long text is read once and asked many times, in this process or a later one."""
+"""Snapshots of a model's state, so that a long text is read once and used in many prompts, in this process or a later one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who guesses the next tokens, and when that pays: n-grams of what was read and said, unless another does; measured while it runs.
+"""Guess next tokens, and decide when that pays: n-grams of the sequence by default; costs are measured while running.
 
 Exports copy this file into packages.
 """
@@ -11,25 +11,26 @@ from statistics import median
 from typing import Any, Protocol
 
 LEAST, LONGEST = 3, 8
-"""Tokens of an n-gram that is looked up: two are too often followed by something else; more than eight find nothing that eight do not."""
+"""Shortest and longest n-gram that is looked up. Two tokens are too often followed by others; more than eight find nothing new."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
-"""By how sure a guess is (tokens of its n-gram; 0: a model's), how often its next token holds, before that is known."""
+"""Prior share of accepted next tokens, by how sure a guess is (length of its n-gram; 0: a model's)."""
 LEARNED = 0.1
-"""Part of each token that was said in that share."""
+"""Weight of each new token in that share."""
 MORE = 0.35
-"""Time of a step that each guess adds to it, in plain steps, before that is known."""
+"""Prior time that each guess adds to a step, in plain steps."""
 FURTHER = 0.5
-"""Of the time that each guess of a measured kind adds, what one more is taken to."""
-MEASURED, KEPT = 9, 64
-"""Steps of a kind whose median is its time, of plain ones two to begin with; plain steps after which one with guesses is forgotten."""
+"""Assumed cost of each further guess, relative to the measured cost per guess."""
+MEASURED, EXPIRY = 9, 64
+"""Steps of a kind whose median is its time (two for plain steps at the start); plain steps after which the times of steps with guesses
+expire."""
 FIRST = 4
-"""Guesses at most, where no more than half of them held last."""
+"""Most guesses while at most half of the last ones were accepted."""
 SHARE, RESERVE = 0.01, 2
-"""Of the time of plain steps, what guesses may lose; plain steps whose time they may lose of what they won before."""
+"""Share of plain steps' time that guesses may waste; plain steps' time that they may lose of earlier gains."""
 
 
 class Guesser(Protocol):
-    """Guesses what follows the tokens of one sequence.
+    """Guesses the tokens that follow one sequence.
 
     Attributes:
         outcomes: Of tokens that were said, how sure a guess of them was, and whether it held; for who wants to learn and empties it.
@@ -38,17 +39,17 @@ class Guesser(Protocol):
     outcomes: list[tuple[int, bool]]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These follow what it knows."""
+        """Append `tokens`."""
 
     def sure(self) -> int | None:
-        """How sure its next guess is, a key of HITS; None: it has none."""
+        """How sure its next guess is, a key of HITS; None: there is none."""
 
     def guess(self, most: int) -> list[int]:
         """Tokens that may follow, at most `most`."""
 
 
 class Guessed:
-    """What guessers by a model have in common: each guess is as sure as another.
+    """Shared by guessers that are models: all guesses are equally sure.
 
     Args:
         tokens: Known so far.
@@ -72,12 +73,12 @@ class Guessed:
 
 
 def look_up(tokens: Sequence[int], sequence: int = 0) -> Lookup:
-    """A guesser by n-grams, of any sequence."""
+    """A guesser by n-grams, for any sequence."""
     return Lookup(tokens)
 
 
 class Lookup:
-    """Guesses what followed the latest tokens where they stood last.
+    """Guesses the tokens that followed the last occurrence of the latest n-gram.
 
     Args:
         tokens: Known so far.
@@ -98,14 +99,14 @@ class Lookup:
             sure, end = self._found()
             if sure is not None:
                 self.outcomes.append((sure, self.tokens[end] == token))
-            end = len(self.tokens)  # n-grams are known once something follows them
+            end = len(self.tokens)  # n-grams are known once a token follows them
             for size in (LEAST, LONGEST):
                 if end >= size:
                     self._ends[tuple(self.tokens[end - size :])] = end
             self.tokens.append(token)
 
     def _found(self) -> tuple[int | None, int]:
-        """Size of the longest n-gram at the end that stood before, and where what followed it begins."""
+        """(length of the longest n-gram at the end that occurred before, index of the token after that occurrence)."""
         for size in (LONGEST, LEAST):
             end = self._ends.get(tuple(self.tokens[-size:]))
             if end is not None:
@@ -116,23 +117,23 @@ class Lookup:
         return self._found()[0]
 
     def guess(self, most: int) -> list[int]:
-        """Like Guesser; beyond what is known it goes on as what is guessed."""
+        """Like Guesser; at the end of the known tokens it continues with its own guesses."""
         sure, end = self._found()
         return [] if sure is None else [self.tokens[end + i % (len(self.tokens) - end)] for i in range(most)]
 
 
 class Speculation:
-    """When a model's steps have guesses, how many, and what they won.
+    """When a model's steps have guesses, how many, and what they gained.
 
-    A step gets the number, of powers of two, with which most tokens are said in its time, by how often guesses as sure as this one held
-    and how long steps of so many took; none where a plain step says as many.
+    It measures both kinds of steps while running and picks the number of guesses (a power of two) that is fastest, given how often guesses
+    as sure as this one were accepted; none if a plain step is as fast.
 
     Args:
-        most: Guesses of a step at most.
-        guesser: Makes one for a sequence that begins with these tokens, and has this number.
+        most: Most guesses of a step.
+        guesser: Makes one for a sequence that begins with these tokens and has this number.
 
     Attributes:
-        steps: With guesses. guesses, held: Of those, together. won_s: Seconds that plain steps would have taken more.
+        steps: Steps with guesses. guesses, held: Their guessed and accepted tokens. won_s: Seconds saved compared with plain steps.
     """
 
     def __init__(self, most: int, guesser: Callable[[Sequence[int], int], Guesser] = look_up) -> None:
@@ -144,7 +145,7 @@ class Speculation:
         self._balance, self._since, self._last = 0.0, 0, 0
 
     def guess(self, guesser: Guesser, most: int, sequences: int = 1) -> list[int]:
-        """What a step of so many sequences may take of `guesser`, at most `most`; nothing where guesses lose."""
+        """Guesses of `guesser` for a step of `sequences` sequences, at most `most`; none where guesses lose."""
         for sure, held in guesser.outcomes:
             self._hits[sure] += LEARNED * (held - self._hits[sure])
         guesser.outcomes.clear()
@@ -165,7 +166,7 @@ class Speculation:
         self._times.setdefault((sequences, 0), deque(maxlen=MEASURED)).append(seconds)
         self._balance += SHARE * seconds if self._balance < 0 else 0
         self._since += 1
-        if self._since % KEPT == 0:  # a busy moment shall not end a kind for good
+        if self._since % EXPIRY == 0:  # one slow moment must not disable a kind of steps for good
             for (_, size), times in self._times.items():
                 if size and times:
                     times.popleft()
@@ -183,14 +184,14 @@ class Speculation:
         if kind in self._times:
             self._times[kind].append(seconds)
             self._balance = min(self._balance + won, RESERVE * plain)
-        else:  # the first of a kind prepares what others find
+        else:  # the first step of a kind prepares what later ones reuse
             self._times[kind] = deque(maxlen=MEASURED)
 
     def _time(self, sequences: int, guesses: int) -> float:
-        """Of a step; of a kind that was not measured by the next larger or smaller one.
+        """Time of a step; for an unmeasured kind, derived from the next larger or smaller one.
 
-        Further guesses are taken for half as dear as those before: a kind that looks too dear would never be measured, also where a busy
-        moment spoiled the only one that was.
+        Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be measured,
+        nor again after a slow moment.
         """
         if measured := self._times.get((sequences, guesses)):
             return median(measured)
@@ -203,7 +204,7 @@ class Speculation:
         return plain + more * (min(guesses, near) + FURTHER * max(0, guesses - near))
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
+        """JSON values."""
         return {
             "steps": self.steps,
             "guessed_tokens": self.guesses,

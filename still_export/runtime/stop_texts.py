@@ -11,7 +11,7 @@ MOST_STOP_CHARACTERS = 1000
 
 
 class StopTexts:
-    """A text in pieces up to the first of `stops`; what may be the beginning of one waits.
+    """A text in pieces up to the first of `stops`; a possible beginning of one is held back.
 
     Raises:
         RunError: One is empty, or has more than MOST_STOP_CHARACTERS.
@@ -28,10 +28,10 @@ class StopTexts:
         self.found = False
         self._held = ""
         self._borders = [_borders(stop) for stop in self.stops]
-        self._matched = [0] * len(self.stops)  # characters of each stop with which the text so far ends
+        self._matched = [0] * len(self.stops)  # for each stop, the length of its prefix that the text so far ends with
 
     def push(self, piece: str) -> str:
-        """What is certain with this piece; nothing follows it once one was `found`."""
+        """Text that is certain with this piece; nothing after a stop was `found`."""
         held, ends = self._held + piece, list[int]()
         for number, stop in enumerate(self.stops):
             matched = self._matched[number]
@@ -49,12 +49,12 @@ class StopTexts:
         return held[: len(held) - keep]
 
     def end(self) -> str:
-        """Text that was not shown yet."""
+        """Text that was held back."""
         return self._held
 
 
 def _borders(stop: str) -> list[int]:
-    """Of each beginning of `stop`, the length of its longest proper beginning that it also ends with."""
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0]
     for character in stop[1:]:
         borders.append(_extended(stop, borders, borders[-1], character))
@@ -62,7 +62,7 @@ def _borders(stop: str) -> list[int]:
 
 
 def _extended(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
-    """How much of `stop` a text ends with after one more character (Knuth, Morris, Pratt): constant time on average."""
+    """Length of the prefix of `stop` that a text ends with after one more character (Knuth, Morris, Pratt): constant time on average."""
     while matched and stop[matched] != character:
         matched = borders[matched - 1]
     return matched + (stop[matched] == character)

@@ -58,11 +58,11 @@ class TrtModel(TrtEngine, Runner):
 
     @property
     def decode_profile(self) -> str:
-        """Profile of calls of one token."""
+        """Profile of calls with one token."""
         return DECODE if self.batch == 1 else DECODE_ROWS
 
     def peak_mb(self) -> float:
-        """Device memory used since this process began, MB, without that of other processes."""
+        """Device memory used since this process began, MB, without other processes'."""
         return (self.driver.free_at_start - self.driver.memory()[0]) / 2**20
 
     def _clear(self) -> None:
@@ -95,11 +95,11 @@ class TrtModel(TrtEngine, Runner):
         self._io["past_length"].zero()
 
     def _rows(self, tokens: int) -> int:
-        """Rows of logits of a call of so many tokens."""
+        """Rows of logits in a call of `tokens` tokens."""
         return tokens if self.manifest["model"]["all_logits"] else min(tokens, 1 + self.guesses)
 
     def _resize(self, tokens: int) -> None:
-        """At least doubles the room where memory allows, so that copies stay rare."""
+        """Grow by at least a factor of two where memory allows, so that copies are rare."""
         self.check_capacity(tokens)
         self._drop_guess()
         self._graphs: dict[str, Any] = {}  # by profile
@@ -114,7 +114,7 @@ class TrtModel(TrtEngine, Runner):
                 raise TrtError(f"{error} {self._fitting(tokens)}") from error
 
     def _grow(self, room: int) -> None:
-        """Give every state room for `room` tokens; where memory ends, the state is as it was, some of it roomier."""
+        """Grow every state to `room` tokens. If memory ends, the state keeps its content, some of it with more room."""
         shapes = self.table.shapes(self.batch, self.table.rows(room, self.least_rows))
         for state in self.table:
             name, item, shape = state.name, ITEM_BYTES[state.dtype], shapes[state.name]
@@ -132,7 +132,7 @@ class TrtModel(TrtEngine, Runner):
         self.room = room
 
     def _fitting(self, tokens: int) -> str:
-        """What of the state would fit into the memory that is free beside it, for a message."""
+        """How much of the state would fit into free memory, for a message."""
         held = sum(buffer.size for buffer in self._state.values())
         free = held + self.driver.memory()[0]
         texts = []
@@ -150,7 +150,7 @@ class TrtModel(TrtEngine, Runner):
         return self.table.size_bytes(batch, self.table.rows(tokens, self.least_rows))
 
     def _bind(self, profile: str, tokens: int) -> Any:
-        """The profile's context with shapes and addresses of a call of `tokens` tokens."""
+        """The profile's context with shapes and addresses for a call of `tokens` tokens."""
         context = self.contexts[profile]
         key = (self.batch, tokens, self.room, self._io["logits"].address)
         if self._bound.pop(profile, None) == key:
@@ -175,7 +175,7 @@ class TrtModel(TrtEngine, Runner):
             raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """Like Runner; in pieces where the call has more tokens than the engine's prefill profile."""
+        """Like Runner; split if the call has more tokens than the engine's prefill profile."""
         (count, tokens), step = input_ids.shape, self.prefill_tokens
         counts = self._counts(input_ids, new_tokens).astype(np.int32)
         self._drop_guess()
@@ -208,7 +208,7 @@ class TrtModel(TrtEngine, Runner):
         self._io["past_length"].write(self.length.astype(np.int32))
 
     def _logits(self, rows: int, last: int) -> np.ndarray:
-        """The `last` of the `rows` logits of each sequence that a call gave, [B, last, V]; no others leave the device."""
+        """The `last` of the `rows` logits of each sequence in a call, [B, last, V]; only these leave the device."""
         found = np.empty((self.batch, last, self.manifest["model"]["vocab_size"]), self._logit_type)
         if rows == last:
             return self._floats(self._io["logits"].read(found))
@@ -232,7 +232,8 @@ class TrtModel(TrtEngine, Runner):
         return self._logits(most, tokens)[part]
 
     def _hold(self, call: Guess, accepted: np.ndarray) -> None:
-        """States of fixed size are those before the call once more, and what holds is read again: engines have no graph that folds it."""
+        """Restore states of fixed size to those before the call, and read the accepted tokens again: engines have no graph that folds
+        them."""
         if call.apart and (accepted != call.brought).any():
             self._drop_guess()
             self._io["new_tokens"].write(accepted.astype(np.int32))  # the other inputs are there
@@ -246,7 +247,7 @@ class TrtModel(TrtEngine, Runner):
         self.guessed = None
 
     def _copy_states(self, back: bool) -> None:
-        """Keep the states in which tokens that do not hold leave something, or put them back."""
+        """Save the states that rejected tokens change, or restore them."""
         for state in self.table:
             if state.apart:
                 held = self._state[state.name]
@@ -264,14 +265,14 @@ class TrtModel(TrtEngine, Runner):
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         self._drop_guess()
         for state in self.table:
-            shape, given = self._state_shapes[state.name][1:], arrays.get(state.name)
+            shape, incoming = self._state_shapes[state.name][1:], arrays.get(state.name)
             size = math.prod(shape) * ITEM_BYTES[state.dtype]
-            if given is None:
+            if incoming is None:
                 if size:
                     self._state[state.name].zero(sequence * size, size)
             elif size:
                 held = np.zeros(shape, NUMPY_TYPES[state.dtype])
-                held[tuple(slice(0, n) for n in given.shape[1:])] = given[0]
+                held[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
                 self._state[state.name].write(held, sequence * size)
                 self.driver.synchronize()  # before `held` is freed
 
@@ -283,11 +284,11 @@ class TrtModel(TrtEngine, Runner):
             self.driver.synchronize()  # before `held` is freed
 
     def _graph(self, profile: str, tokens: int) -> Any:
-        """A captured call, for inputs that are there. A decode step reads the token it chose before, and leaves the next one and the longer
-        lengths behind."""
+        """A captured call, if all inputs are set. A decode step reads the token that it chose before, and writes the next one and the new
+        lengths."""
         if profile not in self._graphs:
             counts = self._io["new_tokens"].read(np.empty(self.batch, np.int32))
-            # Modules and tactics must be there before the capture; a call of 0 tokens changes no state.
+            # Load modules and tactics before the capture; a call of 0 tokens changes no state.
             self._io["new_tokens"].write(np.zeros(self.batch, np.int32))
             self._run(profile, tokens)
             self.driver.synchronize()
@@ -317,7 +318,7 @@ class TrtModel(TrtEngine, Runner):
             yield token
 
     def lengths_on_device(self) -> np.ndarray:
-        """Tokens of every sequence, [B] int32, as the last call left them."""
+        """Tokens of every sequence, [B] int32, after the last call."""
         return self._io["present_length"].read(np.empty(self.batch, np.int32))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -327,7 +328,7 @@ class TrtModel(TrtEngine, Runner):
         return {s.name: self._state[s.name].read(np.empty(shape, NUMPY_TYPES[s.dtype])) for s, shape in shapes}
 
     def _floats(self, logits: np.ndarray) -> np.ndarray:
-        """Logits as the engine gave them, in float32."""
+        """The engine's logits in float32."""
         if self._logit_type == np.uint16:  # bfloat16: the upper half of a float32
             return (logits.astype(np.uint32) << 16).view(np.float32)
         return logits.astype(np.float32)

@@ -20,13 +20,13 @@ from still_export.runtime.stop_texts import StopTexts, until
 
 NO_MARKS: Mapping[int, str] = {}
 TAIL = 32
-"""Last tokens that are looked at: of a prompt for the mark that opens reasoning, of an answer for what the next token's text depends on."""
+"""Last tokens that are examined: of a prompt for the mark that opens reasoning, of an answer for the context of the next token's text."""
 UNFINISHED = 3
-"""Bytes, and so tokens, of a character that may lack others."""
+"""Most bytes, and so tokens, of an incomplete character."""
 
 
 class TextAhead:
-    """A package's `Text`, read while its session is created: that leaves the interpreter to others, and tokenizers take as long."""
+    """A package's `Text`, loaded in a thread while the session is created, which takes as long and releases the interpreter lock."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder, self.manifest = folder, dict(manifest)
@@ -94,7 +94,7 @@ class Text:
 
     @cached_property
     def marks(self) -> Mapping[int, str]:
-        """Tokens that stand around a model's reasoning, and their texts."""
+        """Tokens around a model's reasoning, and their texts."""
         texts = (self.chat and self.chat.thoughts) or ()
         return {token: text for text in texts if (token := self.tokenizer.token_to_id(text)) is not None}
 
@@ -130,17 +130,17 @@ class Text:
             RunError: The template refuses them, or the package has none.
         """
         chat = self.format()
-        given: dict[str, Any] = {"tools": tools, "arguments": arguments}
+        options: dict[str, Any] = {"tools": tools, "arguments": arguments}
         if goes_on is None:
             goes_on = bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
         if place != "text":
-            return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **given), special=False)
+            return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **options), special=False)
         if goes_on:
-            return self.encode(chat.render_open(messages, **given), special=False)
-        return self.encode(chat.render(messages, **given, reply=reply), special=False)
+            return self.encode(chat.render_open(messages, **options), special=False)
+        return self.encode(chat.render(messages, **options, reply=reply), special=False)
 
     def opening(self, text: str, system: str | None = None, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.
+        """Token ids of the beginning of a chat whose first message begins with `text` and continues.
 
         Raises:
             RunError: The package has no chat template, or it has no system message.
@@ -155,7 +155,7 @@ class Text:
 
 
 class TextPieces:
-    """The text of tokens that come one by one, as it becomes certain: never half a character.
+    """The text of tokens that arrive one by one, as it becomes certain: never half a character.
 
     Args:
         text: Its tokenizer.
@@ -167,10 +167,10 @@ class TextPieces:
     def __init__(self, text: Text, marks: Mapping[int, str] = NO_MARKS) -> None:
         self._decode, self._marks = text.tokenizer.decode, marks
         self._seen: list[int] = []
-        self._shown = 0  # of the seen tokens, those whose text was given
+        self._shown = 0  # number of seen tokens whose text was returned
 
     def push(self, token: int) -> str:
-        """What is certain with this token; may be empty."""
+        """Text that is certain with this token; may be empty."""
         if token in self._marks:
             piece, self._shown = self.end(), len(self._seen)
             return piece + self._marks[token]
@@ -181,7 +181,7 @@ class TextPieces:
             piece = piece[:-1] if held else piece
         if held == len(self._seen) - self._shown:
             return ""
-        if not piece:  # a special token, or blank at the beginning
+        if not piece:  # a special token, or white space at the beginning
             self._seen = self._seen[-TAIL:]
             self._shown = len(self._seen) - held
             return ""
@@ -189,7 +189,7 @@ class TextPieces:
         return piece
 
     def _unfinished(self, piece: str) -> int:
-        """How many of the last tokens may be the beginning of a character, of which `piece` ends with a stand-in."""
+        """Number of last tokens that may begin an incomplete character, whose placeholder `piece` ends with."""
         waiting = len(self._seen) - self._shown
         if waiting <= UNFINISHED:
             return waiting
@@ -197,7 +197,7 @@ class TextPieces:
         return next((n for n in range(1, UNFINISHED + 1) if self._decode(self._seen[:-n]) == whole[:-1]), 0)
 
     def end(self) -> str:
-        """What is left, complete or not."""
+        """The remaining text, complete or not."""
         known, text = self._decode(self._seen[: self._shown]), self._decode(self._seen)
         return text[len(known) :]
 
@@ -283,7 +283,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What was written so far."""
+        """The text so far."""
         return "".join(self._written)
 
     @property
@@ -300,12 +300,12 @@ class Answer:
 
     @property
     def first_token_s(self) -> float:
-        """From the request to the first token; without one, to now."""
+        """Seconds from the request to the first token, or to now."""
         return (self._times[0] if self._times else time.perf_counter()) - self._begin
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens a second behind the first one."""
+        """Tokens a second after the first one."""
         times = self._times
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
@@ -324,7 +324,7 @@ class Answer:
 
 
 def write_answer(answer: Answer, stream: Any = sys.stdout) -> Answer:
-    """Write an answer to `stream` (None: nowhere) as it comes."""
+    """Write an answer to `stream` (None: discard) as it is generated."""
     for piece in answer:
         if stream is not None:
             stream.write(piece)

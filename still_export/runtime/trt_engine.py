@@ -21,8 +21,8 @@ from still_export.runtime.cuda_driver import Buffer, CudaError, Driver
 from still_export.runtime.sampling import RunError
 
 PREFILL, DECODE, DECODE_ROWS, GUESSES = "prefill", "decode", "decode rows", "guesses"
-"""Profiles of an engine, each with a context: calls of several tokens, of one token of one sequence, of one token of several sequences, of
-one token and all guesses behind it."""
+"""Profiles of an engine, each with a context: several tokens; one token of one sequence; one token of several sequences; one token and all
+guesses after it."""
 
 
 class TrtError(RunError):
@@ -57,7 +57,7 @@ def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         TrtError: No library for this TensorRT, the file is missing, or none of still-export's.
     """
     major = module.__version__.split(".")[0]
-    named = plugin  # by the user, who answers for it
+    named = plugin  # given by the user, who is responsible
     if plugin is None:
         libraries = manifest.get("plugins", {})
         if major not in libraries:
@@ -71,7 +71,7 @@ def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
             f"{plugin} is no plugin library of still-export. Leave --plugin away, or name the libstill_tensorrt{major}.so of an export."
         )
     if int(major) < 10:
-        # 8.6.0's registry does not load libraries (8.6.1's does): the variant that registers itself serves both.
+        # 8.6.0's registry cannot load libraries (8.6.1's can); the variant that registers itself works with both.
         plugin = plugin.with_name(f"{plugin.stem.removesuffix('_static')}_static.so")
     if not plugin.is_file():
         raise TrtError(f"the plugin library {plugin} is missing (searched there only). Name it with --plugin FILE.")
@@ -155,7 +155,7 @@ class TrtEngine:
         except CudaError as error:
             raise TrtError(str(error)) from error
         self._check_host()
-        if not self.compatible:  # a version-compatible plan carries the library itself
+        if not self.compatible:  # a version-compatible plan includes the library
             load_plugin_library(tensorrt, self.folder, self.manifest, plugin)
         self.logger = tensorrt.Logger(tensorrt.Logger.ERROR)
         self.runtime = tensorrt.Runtime(self.logger)
@@ -166,7 +166,7 @@ class TrtEngine:
 
     @property
     def compatible(self) -> bool:
-        """The plan was built for this version of TensorRT and later ones."""
+        """Whether the plan also runs on later versions of TensorRT."""
         return bool(self.manifest["trt"]["version_compatible"])
 
     def _check_host(self) -> None:
@@ -193,8 +193,8 @@ class TrtEngine:
         if native_file(self.folder, self.manifest, self.entry["file"]) is None:
             raise TrtError(f"the engine {path} {UNTRUSTED}.")
         if self.compatible:
-            self.runtime.engine_host_code_allowed = True  # the plan brings the runtime of its version
-        plan = np.memmap(path, np.uint8, "r")  # no second copy in memory of what may be gigabytes
+            self.runtime.engine_host_code_allowed = True  # the plan includes the runtime of its version
+        plan = np.memmap(path, np.uint8, "r")  # avoids a second copy of what may be gigabytes
         engine = self.runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise TrtError(
@@ -203,7 +203,7 @@ class TrtEngine:
         return engine
 
     def _refit(self) -> None:
-        """Give a stripped engine its weights, from the package's graph."""
+        """Load weights from the package's graph into a stripped engine."""
         refitter = self.module.Refitter(self.engine, self.logger)
         parser = self.module.OnnxParserRefitter(refitter, self.logger)
         model = check_hash(self.folder, self.manifest, "model.onnx")
@@ -214,7 +214,7 @@ class TrtEngine:
             raise TrtError(f"the engine's weights cannot be read from {model}: {said}. {self.again}")
 
     def _make_contexts(self) -> None:
-        """One context for each profile, over one scratch memory: they never run at the same time."""
+        """One context for each profile, with shared scratch memory, because they never run at the same time."""
         self.contexts: dict[str, Any] = {}
         try:
             self._scratch = Buffer(self.driver, self._scratch_bytes())
@@ -248,7 +248,7 @@ class TrtEngine:
         return int(self.engine.device_memory_size if size is None else size)
 
     def memory_text(self) -> str:
-        """What device memory is left."""
+        """Free device memory, as text."""
         free, total = self.driver.memory()
         return f"{free >> 20} of {total >> 20} MiB of device memory are free."
 

@@ -1,4 +1,4 @@
-"""The HTTP side of a server: OpenAI's paths over a worker. wire interprets requests and the scheduler runs them."""
+"""The HTTP side of a server: OpenAI's paths over a worker. Thin: what a request means is in wire, what becomes of it in the scheduler."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.requests import Event, QueueFullError, Request, StoppingError
-from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, asked, line, understood
+from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, line, to_submit, understood
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
-"""A body that takes longer to arrive is refused."""
+"""A body that takes longer to come is given up."""
 
 STALLED_S = 30.0
-"""/health reports a server as busy if a call of the model takes longer."""
+"""A call of the model that takes longer makes the server busy."""
 
 TOKENIZERS = 2
-"""Prompts tokenized at the same time; a tokenizer needs a hundred bytes or more for each byte of a prompt."""
+"""Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
 
 INDEX = "index.html"
 PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.css": "text/css"}
-"""The chat page and its parts, with their types; the rest of the folder `web` runs models in the browser."""
+"""The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
-"""Fields of generation_config.json that the chat page starts with. API requests have OpenAI's defaults."""
+"""Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
 
 GONE = 499
-"""Status of a request whose client has left; appears in metrics only."""
+"""Status of a request whose client left, in metrics: nobody reads it."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the HTTP side.
+    """Of the HTTP side.
 
-    name: Name of the model. api_key: None: no key is needed. body_bytes: Largest request.
-    hosts: Host names accepted besides localhost and addresses; None: any. Other sites' pages can point a name of their own at this
-            machine (DNS rebinding), but their requests still carry that name.
+    name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
+    hosts: Names by which the server may be asked, beside localhost and addresses; None: any. Pages of other sites can give their own
+        name this machine's address (DNS rebinding), but still send the name.
     """
 
     name: str
@@ -101,7 +101,7 @@ class _Server:
         self._tokenizers = CapacityLimiter(TOKENIZERS)
 
     def answered(self, handler: Handler) -> Handler:
-        """Wrap `handler`: errors become responses, and responses are counted."""
+        """`handler` whose errors are answers, and whose answers are counted."""
 
         async def handle(request: HttpRequest) -> Response:
             two_lengths = "transfer-encoding" in request.headers and "content-length" in request.headers
@@ -128,12 +128,12 @@ class _Server:
         return handle
 
     def keyed(self, handler: Handler) -> Handler:
-        """Wrap `handler`: require the API key, if there is one."""
+        """`handler` behind the key, if there is one."""
 
         async def handle(request: HttpRequest) -> Response:
             if self.settings.api_key is not None:
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                same = hmac.compare_digest(given.strip().encode("latin-1"), os.fsencode(self.settings.api_key.strip()))
+                scheme, _, token = request.headers.get("authorization", "").partition(" ")
+                same = hmac.compare_digest(token.strip().encode("latin-1"), os.fsencode(self.settings.api_key.strip()))
                 if scheme.lower() != "bearer" or not same:
                     message = "the API key is missing or wrong; send it as Authorization: Bearer KEY."
                     raise ApiError(401, message, None, "invalid_api_key")
@@ -149,7 +149,7 @@ class _Server:
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
 
     async def page(self, request: HttpRequest) -> Response:
-        """The chat page and its files. They contain no secret; the page asks for the key if one is needed."""
+        """A chat with this server, and what its page is made of; it holds no secret, and asks for the key where there is one."""
         name = request.url.path[1:] or INDEX
         text = resources.files("still_export.serving").joinpath("page", name).read_text(encoding="utf-8")
         headers = {"content-security-policy": "default-src 'self'; img-src data:", "cache-control": "no-cache"}
@@ -157,7 +157,7 @@ class _Server:
         return Response(text.replace('data-mode="local"', 'data-mode="api"', 1), headers=headers, media_type=kind)
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 while the server accepts requests and the model responds."""
+        """200 while the server accepts requests and the model answers."""
         scheduler = self.worker.scheduler
         if scheduler.stopping:
             raise ApiError(503, "the server is stopping.")
@@ -205,7 +205,7 @@ class _Server:
         return _json(reply.whole(text, ended, len(job.tokens), job.cached))
 
     async def prefixes(self, http: HttpRequest) -> Response:
-        """Read a document ahead of the requests that begin with it."""
+        """Read a document before anyone asks behind it."""
         scheduler = self.worker.scheduler
         if scheduler.prefixes is None:
             raise ApiError(400, "this server has no prefix cache: start it with --prefix-cache 2GiB, or another size.")
@@ -217,18 +217,18 @@ class _Server:
         usage = Reply(request, self.settings.name).usage(0, job.cached)
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
-    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
-        """Parse a request; no more are parsed at a time than could be answered. kind None: read ahead, a completion or a chat."""
+    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> ParsedRequest:
+        """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
         scheduler = self.worker.scheduler
         body = await self._body(http)
         if self._reading >= scheduler.places:
             message = f"{self._reading} requests are being read, which is the limit. Ask again later."
             raise ApiError(429, message, None, "rate_limit_exceeded")
 
-        def understand() -> Asked:
+        def understand() -> ParsedRequest:
             said, name = _parsed(body), self.settings.name
             chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
-            return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
+            return to_submit(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
 
         self._reading += 1
         try:
@@ -239,7 +239,7 @@ class _Server:
             self._reading -= 1
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """Receive a body. If too many arrive at once, the oldest is refused, so clients that never finish occupy no slot."""
+        """The body; where too many are on their way, the slowest is given up: clients that send none to its end keep no place."""
         if len(self._arriving) >= self.worker.scheduler.places:
             next(iter(self._arriving)).cancel()
         task = asyncio.ensure_future(_read_body(http, self.settings.body_bytes))
@@ -254,7 +254,7 @@ class _Server:
             task.cancel()
             self._arriving.pop(task, None)
 
-    def _submit(self, request: Asked, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
+    def _submit(self, request: ParsedRequest, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -275,7 +275,7 @@ class _Server:
         return job, events
 
     async def _events(self, http: HttpRequest, job: Request, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
-        """Events of a request up to its last. If the client leaves earlier: ClientDisconnect, and the row is freed."""
+        """Events of a request up to its last; ClientDisconnect, and a free row, where the client leaves before."""
         gone = asyncio.ensure_future(_gone(http))
         ended = "cancelled"
         try:
@@ -314,7 +314,7 @@ class _Server:
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:
-    """The publisher's sampling settings from the package's generation_config.json; {} if it cannot be read."""
+    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
     name = "generation_config.json"
     try:
         said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
@@ -332,7 +332,7 @@ def _check(event: Event) -> None:
 
 
 def _check_host(header: str, hosts: frozenset[str]) -> None:
-    """Refuse requests to a host name that is not this server's."""
+    """Refuse a request to a name that is not this server's."""
     try:
         name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -347,7 +347,7 @@ def _check_host(header: str, hosts: frozenset[str]) -> None:
 
 
 async def _read_body(http: HttpRequest, most: int) -> bytes:
-    """The body of at most `most` bytes."""
+    """The body, as far as it may be read."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other sites may not send this type
         raise ApiError(415, f"the content type is {kind[:64]!r}; send application/json.")
@@ -383,11 +383,11 @@ def _no_number(name: str) -> None:
 
 
 async def _gone(http: HttpRequest) -> None:
-    """Return when the client has left; the body was read before."""
+    """Returns when the client has left; its whole body was read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def _json(value: object, status: int = 200, headers: Any = None) -> Response:
-    """A response in ASCII: an error may quote half a surrogate pair."""
+    """Of ASCII alone: an error may quote half a surrogate pair."""
     return Response(json.dumps(value), status, headers, media_type="application/json")

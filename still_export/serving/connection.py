@@ -55,9 +55,9 @@ class Connections:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             self.most = min(self.most, max(1, soft - others))
 
-    def __call__(self, **given: Any) -> Connection:
+    def __call__(self, **options: Any) -> Connection:
         """A new connection, called by uvicorn."""
-        connection = Connection(**given)
+        connection = Connection(**options)
         connection.limits = self
         return connection
 

@@ -126,10 +126,12 @@ class Message(_Strict):
         Raises:
             ApiError: It has an unknown field.
         """
-        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")}
-        if unknown := [name for name in given if name not in MESSAGE_FIELDS]:
+        unknown_fields = {
+            name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")
+        }
+        if unknown := [name for name in unknown_fields if name not in MESSAGE_FIELDS]:
             raise ApiError(400, f"{unknown[0][:64]} of message {number} is not served here. Leave it out.", "messages")
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **given}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **unknown_fields}
 
 
 class Chat(Generation):
@@ -147,11 +149,11 @@ class Chat(Generation):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request ready to be submitted.
+class ParsedRequest:
+    """A parsed request that can be submitted.
 
-    chat: Whether it has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`)
-    and before tool calls. reasoning, calls: Separate these from the content.
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
+    before calls of tools; reasoning, calls: what tells those from content.
     """
 
     chat: bool
@@ -203,15 +205,15 @@ def _same(value: object, neutral: object) -> bool:
     return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
 
 
-def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> Asked:
-    """Turn a request into scheduler input.
+def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> ParsedRequest:
+    """Convert a request for the scheduler.
 
     Args:
         text: Tokenizer and chat format.
-        warm: Read ahead; the last message of a chat continues in later requests.
+        warm: It is read ahead: the last message of a chat goes on in later requests.
 
     Raises:
-        ApiError: The prompt cannot be read or does not fit.
+        ApiError: The prompt cannot be read, or does not fit.
     """
     chat = isinstance(request, Chat)
     try:
@@ -249,7 +251,9 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
     if isinstance(request, Chat):
         calls = _calls(request, text)
         marks, reasoning = {**text.marks, **_marks(calls, text)}, text.reasoning(prompt)
-    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls)
+    return ParsedRequest(
+        chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls
+    )
 
 
 def _calls(request: Chat, text: Text) -> ToolCalls:
@@ -298,7 +302,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 class Reply:
     """The JSON objects that answer one request."""
 
-    def __init__(self, request: Asked, model: str) -> None:
+    def __init__(self, request: ParsedRequest, model: str) -> None:
         self.request = request
         kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
@@ -363,7 +367,7 @@ class Reply:
 
 
 def line(value: object) -> str:
-    """An event of a streamed answer."""
+    """One event of a streamed answer."""
     return f"data: {json.dumps(value)}\n\n"
 
 

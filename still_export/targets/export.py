@@ -106,16 +106,16 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     recorded = manifest or {}
     name = to or recorded.get("target", "onnx")
     meant = targets_of(name, "--to" if to else f"{MANIFEST}: target")[0]
-    given = dict(flags)
-    refuse_flags_of_others(meant, given)
-    chosen = {field: given.pop(field) for field in meant.flags if field in given}
-    if still := {field: given.pop(field) for field in names_of(StillChoices) if field in given}:
-        given["still"] = {**recorded.get("config", {}).get("still", {}), **still}
+    chosen_flags = dict(flags)
+    refuse_flags_of_others(meant, chosen_flags)
+    chosen = {field: chosen_flags.pop(field) for field in meant.flags if field in chosen_flags}
+    if still := {field: chosen_flags.pop(field) for field in names_of(StillChoices) if field in chosen_flags}:
+        chosen_flags["still"] = {**recorded.get("config", {}).get("still", {}), **still}
     if manifest is None:
-        asked = ExportOptions(**{"dtype": meant.dtype, **given})
+        asked = ExportOptions(**{"dtype": meant.dtype, **chosen_flags})
     else:
-        asked = replace(ExportOptions.from_manifest(manifest), **given)
-    # Manifests are read from other working directories.
+        asked = replace(ExportOptions.from_manifest(manifest), **chosen_flags)
+    # The manifest may be read from another working directory.
     asked = replace(asked, model=_absolute(asked.model), overlays=tuple(map(_absolute, asked.overlays)))
     asked = replace(asked, calibrate=tuple(map(_absolute, asked.calibrate)))
     options = meant.options.from_manifest(recorded, **chosen)

@@ -133,9 +133,9 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     raise ConfigError(f"--cache {cache} is for --to {known}, not for --to {target.to}; states there are in --dtype.")
 
 
-def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
+def refuse_flags_of_others(target: Target, set_flags: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags (by field name) of other targets."""
-    for name in given:
+    for name in set_flags:
         theirs = [t for t in registry.TARGETS if name in t.flags]
         if theirs and name not in target.flags:
             known = " and ".join(dict.fromkeys(t.to for t in theirs))

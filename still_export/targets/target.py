@@ -48,8 +48,7 @@ class Lowering:
     changed: set[str] = field(default_factory=set)
 
 
-def _nothing(*_: Any) -> None:
-    """Demands nothing."""
+def _nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True)

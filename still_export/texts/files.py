@@ -18,7 +18,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Give a text file.") from error
     if not content.strip():
-        raise DataError(f"{path} is empty. Give a text file with some megabytes of text.")
+        raise DataError(f"{path} is empty. Give a file with text.")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -29,7 +29,7 @@ LLAMA: dict[str, Any] = dict(
     rope_scaling=None,
 )
 """Of the base's config.json; sizes are small."""
-BESIDE: dict[str, Any] = dict(
+COMPANION_FILES: dict[str, Any] = dict(
     d_model=24,
     rms_norm_eps=1e-6,
     vocab_size=None,
@@ -68,7 +68,7 @@ class InLlamaModel(OwnModel):
 
     def __init__(self, family: str, draw: Draw, one: bool = False, **changes: Any) -> None:
         self.second, self.one = family.endswith("2"), one
-        self.sizes, self.beside = LLAMA, {**BESIDE, **SIZES[family], **changes}  # type: ignore[misc]
+        self.sizes, self.beside = LLAMA, {**COMPANION_FILES, **SIZES[family], **changes}  # type: ignore[misc]
         super().__init__("llama", draw)
         if one:
             self.config |= {**self.beside, "model_type": family, "vocab_size": self.config["vocab_size"]}

@@ -99,7 +99,7 @@ def test_rules_without_their_gates_are_refused() -> None:
         layer_model(Layer(), absent=("decay",))
     with pytest.raises(UnsupportedError, match="update_rule='linear' takes no decay"):
         layer_model(Layer("linear"), absent=("beta",))
-    with pytest.raises(UnsupportedError, match="update_rule='rwkv' has no body"):
+    with pytest.raises(UnsupportedError, match="update_rule='rwkv' is unknown"):
         layer_model(Layer(), update_rule="rwkv")
 
 

@@ -309,7 +309,7 @@ def test_plugin_nodes_need_a_known_type_and_op() -> None:
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(
         UnsupportedError,
-        match=r"still::HybridMixer is no op of this version; known: AddRmsNorm, .*HybridAttention",
+        match=r"still::HybridMixer is unknown; known: AddRmsNorm, .*HybridAttention",
     ):
         applied(lower_plugin_nodes, model)
 

@@ -121,7 +121,7 @@ def main() -> None:
                 with trial.accelerator.autocast():
                     reached = stick.measured(student)
                 found["models"].append({"choice": name, "setting": setting, "layers": layers, **asdict(reached)})
-                print(f"{name}, softmax {layers}, {setting}: {reached.beside(base)} of {reached.asked}", flush=True)
+                print(f"{name}, softmax {layers}, {setting}: {reached.compared(base)} of {reached.asked}", flush=True)
                 (options.output / "choice.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

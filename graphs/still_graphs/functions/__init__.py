@@ -12,7 +12,7 @@ from importlib import import_module
 import onnx
 from onnx import helper
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.functions.builder import Body
 from still_graphs.functions.codes import has_codes, keep_codes, rename, without_scales
 from still_graphs.ops import FUSED_OPSET, OPS
@@ -49,7 +49,7 @@ def function_body(
         UnsupportedError: No body for the op, type or opset.
     """
     if node.op_type not in OPS:
-        raise UnsupportedError(f"{node.domain}::{node.op_type} has no function body; known: {', '.join(sorted(OPS))}.")
+        raise unknown(node.op_type, sorted(OPS), f"{node.domain}::{node.op_type}", UnsupportedError)
     if dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
         name = onnx.TensorProto.DataType.Name(dtype)
         raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
@@ -84,10 +84,10 @@ def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: 
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
     weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}
-    given = (weights | {f"past_{name}" for name in names}) & set(function.input)
+    used = (weights | {f"past_{name}" for name in names}) & set(function.input)
     made = {f"present_{name}" for name in names} & set(function.output)
-    rename(function.node, {name: f"{name}_wide" for name in given | made})
-    before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(given)]
+    rename(function.node, {name: f"{name}_wide" for name in used | made})
+    before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(used)]
     after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=kept) for name in sorted(made)]
     nodes = [*before, *function.node, *after]
     del function.node[:]

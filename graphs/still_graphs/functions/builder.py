@@ -48,7 +48,7 @@ class Scope:
         self._count = 0
 
     def fresh(self, hint: str) -> str:
-        """A name that no other value of the function has."""
+        """A name unused in the function."""
         self.root._count += 1
         return f"{self.root.prefix}{hint}_{self.root._count}"
 
@@ -163,8 +163,8 @@ class Scope:
     ) -> onnx.GraphProto:
         """The scope as a subgraph with outputs (name, element type) and inputs (name, element type, shape)."""
         infos = [helper.make_tensor_value_info(out, dtype, None) for out, dtype in outputs]
-        given = [helper.make_tensor_value_info(*value) for value in inputs]
-        return helper.make_graph(self.nodes, name, given, infos)
+        value_infos = [helper.make_tensor_value_info(*value) for value in inputs]
+        return helper.make_graph(self.nodes, name, value_infos, infos)
 
     def function(
         self, spec: OpSpec, node: onnx.NodeProto, imports: Mapping[str, int], shared: str = "new_tokens"
@@ -175,11 +175,11 @@ class Scope:
         an absent bound of a Clip of `shared`, a small integer input; nothing reads the result.
         """
         inputs, outputs = (spec.input_names()[: len(node.input)], spec.output_names()[: len(node.output)])
-        for name, given in zip(inputs, node.input, strict=True):
-            if not given:
+        for name, value_infos in zip(inputs, node.input, strict=True):
+            if not value_infos:
                 self("Clip", shared, name, None)
-        for name, given in zip(outputs, node.output, strict=True):
-            if not given:
+        for name, value_infos in zip(outputs, node.output, strict=True):
+            if not value_infos:
                 self("Identity", shared, out=name)
         opsets = [helper.make_opsetid(*each) for each in imports.items()]
         return helper.make_function(spec.domain, node.op_type, list(inputs), list(outputs), self.nodes, opsets, [])

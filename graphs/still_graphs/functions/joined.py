@@ -56,11 +56,11 @@ def joined_body(
         # A state may have no rows; 0 means 0 here.
         inner[name] = b("Reshape", piece, b("Concat", batch, list(shape), axis=0), allowzero=1)
         offsets[which] += size
-    given = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
+    names = [name if value else "" for name, value in zip(plain, node.input, strict=False)]
     states = [s for s in spec.states if has_codes(node) or not s.of_codes]
     call = helper.make_node(
         node.op_type,
-        [*given, *(inner.get(s.name, "") for s in states)],
+        [*names, *(inner.get(s.name, "") for s in states)],
         [*results, *(f"new_{s.name}" if s.name in inner else "" for s in states)],
         domain=node.domain,
         overload=node.overload,
@@ -70,8 +70,8 @@ def joined_body(
     for index, part in enumerate(PARTS):
         pieces = [b("Reshape", f"new_{name}", [-1]) for name in shapes if part_of(spec, name) == index]
         b("Reshape", b("Concat", *pieces, axis=0), b("Shape", f"past_{part}"), out=f"present_{part}")
-    for name, value in zip(plain, given, strict=True):
-        if not value:  # ONNX Runtime derives a function's schema from its nodes: a dead use
+    for name, value in zip(plain, names, strict=True):
+        if not value:  # ONNX Runtime derives a function's schema from its nodes: a dead use of what may be absent
             b("Clip", "past_length", name, None)
     return helper.make_function(
         node.domain,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from still_graphs.edits import attribute, sizes
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
 from still_graphs.spec import CACHE, StateSpec, TensorSpec, dimension
@@ -34,7 +34,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         _drop_scales(node)
         dtype, dims = _activation_type(node), _dimensions(node)
-        kept = _kept_type(node) or dtype
+        kept = _narrow_type(node) or dtype
         proto = ir.to_proto(node)
         key = (
             node.op_type,
@@ -62,7 +62,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
 
 def _spec(node: ir.Node) -> OpSpec:
     if node.op_type not in OPS:
-        raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+        raise unknown(node.op_type, sorted(OPS), f"{DOMAIN}::{node.op_type}", UnsupportedError)
     return OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
 
 
@@ -82,7 +82,7 @@ def _drop_scales(node: ir.Node) -> None:
 
 
 def _dimensions(node: ir.Node) -> dict[str, int]:
-    """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the heads of the weights (1 = shared)."""
+    """Sizes of the OpSpec's symbols that are fixed in the graph, and WH, the number of weight heads (1 = shared)."""
     spec = _spec(node)
     dims: dict[str, int] = {}
     for value, tensor in zip(node.inputs, spec.all_inputs(), strict=False):
@@ -104,15 +104,15 @@ def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -
     return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
 
 
-def _kept_type(node: ir.Node) -> int:
-    """Element type of the `narrow` inputs; 0: unknown, or the op has none."""
+def _narrow_type(node: ir.Node) -> int:
+    """Element type of inputs that may be narrower than activations; 0: unknown, or none."""
     return _declared(node, lambda tensor: tensor.narrow)
 
 
 def _activation_type(node: ir.Node) -> int:
     """Element type of the activations, from any input or output of type "T" that is not `narrow`."""
-    # States have the activations' type if nothing else is declared.
-    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
+    # If nothing else declares a type, states have the activations'.
+    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _narrow_type(node):
         return found
     if not any(t.dtype == "T" for t in (*_spec(node).all_inputs(), *_spec(node).all_outputs())):
         return int(ir.DataType.FLOAT)  # an op of integers

@@ -44,13 +44,13 @@ def _computed(graph: ir.Graph) -> list[tuple[ir.Node, list[int]]]:
     return found
 
 
-def _copied(given: Sequence[int | str | None], wanted: Sequence[int | str | None]) -> list[int]:
+def _copied(dims: Sequence[int | str | None], target: Sequence[int | str | None]) -> list[int]:
     """The shape input of Reshape, 0 for a copied dimension; None if a dimension is neither known nor copied."""
     shape = []
-    for axis, size in enumerate(wanted):
+    for axis, size in enumerate(target):
         if isinstance(size, int) and size > 0:
             shape.append(size)
-        elif isinstance(size, str) and axis < len(given) and given[axis] == size:
+        elif isinstance(size, str) and axis < len(dims) and dims[axis] == size:
             shape.append(0)
         else:
             return []

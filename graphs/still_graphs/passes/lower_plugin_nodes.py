@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from still_graphs.conditions import ABSENT_INPUTS, still_nodes
 from still_graphs.edits import Writer, attribute, is_standard, put_in_place
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.spec import CACHE
@@ -42,19 +42,19 @@ def lower_plugin_nodes(model: ir.Model) -> int:
 
 def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) -> None:
     if node.op_type not in OPS:
-        raise UnsupportedError(f"{DOMAIN}::{node.op_type} is no op of this version; known: {', '.join(sorted(OPS))}.")
+        raise unknown(node.op_type, sorted(OPS), f"{DOMAIN}::{node.op_type}", UnsupportedError)
     spec = OPS[node.op_type].resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
     inputs = [*node.inputs, *[None] * (len(spec.input_names()) - len(node.inputs))]
     kinds = [t.dtype for t in spec.inputs] + [s.dtype for s in spec.states]
-    given = [(v, kind) for v, kind in zip(inputs, kinds, strict=True) if v is not None]
-    activation = next((v.dtype for v, kind in given if kind == "T" and v.dtype is not None), None)
+    typed_values = [(v, kind) for v, kind in zip(inputs, kinds, strict=True) if v is not None]
+    activation = next((v.dtype for v, kind in typed_values if kind == "T" and v.dtype is not None), None)
     if activation is None or activation.name not in TYPE_NAMES:
         raise UnsupportedError(
             f"node {node.name or node.op_type}: the type of its activations is unknown or no floating point type; "
             "run onnx.shape_inference before lowering."
         )
     writer.place = node
-    for value, kind in given:
+    for value, kind in typed_values:
         if kind == "int64" and value.dtype != ir.DataType.INT32:
             if value not in narrowed:
                 narrowed[value] = writer.node("Cast", [value], hint=f"{value.name}.int32", to=ir.DataType.INT32)

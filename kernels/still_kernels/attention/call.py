@@ -17,7 +17,7 @@ from still_kernels.forms import has_kernels
 from still_kernels.launcher import Bound
 from still_kernels.tile import TileTable
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def _kind(query: Tensor, state: AttentionState) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def fastest_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
         ShapeError: A state to be written in place is not contiguous.
     """
-    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
+    if not has_kernels(inputs.query.device) or inputs.needs_gradients():
         return blocked_attention(inputs, state, in_place)
     demand_alike(inputs.query, state.key)
     batch, tokens = inputs.check()
@@ -69,8 +69,8 @@ def fastest_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
         new_tokens = torch.full((batch,), tokens, dtype=state.length.dtype, device=query.device)
     length = state.length.contiguous()
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    given = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
-    launch_attention(Inputs(*given), AttentionState(**states, length=length), output)
+    inputs_contiguous = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
+    launch_attention(Inputs(*inputs_contiguous), AttentionState(**states, length=length), output)
     return output, AttentionState(**states, length=length + new_tokens.to(length.dtype))
 
 

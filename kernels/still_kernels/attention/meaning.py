@@ -16,7 +16,7 @@ from still_graphs.spec import CACHE, AttributeValue, OpSpec
 from still_kernels.attention.spec import ATTENTION
 from still_kernels.codes import dequantized, quantized
 from still_kernels.sizes import counts_of
-from still_kernels.torch_ops import Given, call, register
+from still_kernels.torch_ops import ByName, call, register
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Inputs:
     value: Tensor
     new_tokens: Tensor | None = None
 
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
     def check(self) -> tuple[int, int]:
@@ -220,8 +220,8 @@ def op_of_keys(
     """
 
     def decorated(compute: Compute[Of]) -> Callable[..., tuple[Tensor, AttentionState]]:
-        def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-            tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+        def computed(by_name: ByName, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+            tensors: dict[str, Any] = {name: tensor for name, tensor in by_name.items() if tensor is not None}
             past = [name for name in tensors if name.startswith("past_")]
             state = AttentionState(**{name.removeprefix("past_"): tensors.pop(name) for name in past})
             own: dict[str, Any] = {name: value for name, value in attributes.items() if name != CACHE.name}
@@ -232,7 +232,7 @@ def op_of_keys(
 
         def run(inputs: Of, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
             if not torch.compiler.is_compiling():
-                return compute(inputs, state, in_place and not inputs.wants_gradients())
+                return compute(inputs, state, in_place and not inputs.needs_gradients())
             assert inputs.new_tokens is not None
             past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
             known = {**vars(inputs), CACHE.name: state.cache}

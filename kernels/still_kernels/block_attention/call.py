@@ -16,7 +16,7 @@ from still_kernels.forms import has_kernels
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def launch_block_attention(
@@ -44,7 +44,7 @@ def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fals
     query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
     if (
         not has_kernels(query.device)
-        or inputs.wants_gradients()
+        or inputs.needs_gradients()
         or new_tokens is None
         or state.key.dtype != query.dtype
     ):

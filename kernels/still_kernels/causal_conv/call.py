@@ -14,7 +14,7 @@ from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 from still_kernels.torch_ops import traced_op
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: TileTable | None = None) -> None:
@@ -43,14 +43,14 @@ def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
-    if not has_kernels(inputs.input.device) or inputs.wants_gradients():
+    if not has_kernels(inputs.input.device) or inputs.needs_gradients():
         return whole_causal_conv(inputs, state, in_place)
     inputs.check(state)
     launcher.check_device(inputs.input)
     present = launcher.written(state, in_place)
-    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
-    given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
-    given["new_tokens"] = inputs.counts().contiguous()
-    output = torch.empty_like(given["input"])
-    launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
+    by_name = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
+    by_name |= {name: x.to(inputs.input.dtype) for name, x in by_name.items() if name in ("weight", "bias")}
+    by_name["new_tokens"] = inputs.counts().contiguous()
+    output = torch.empty_like(by_name["input"])
+    launch_causal_conv(Inputs(**by_name, activation=inputs.activation), present, output)  # type: ignore[arg-type]
     return output, present

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from still_graphs.errors import ShapeError
+from still_graphs.errors import ShapeError, unknown
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.sizes import tensors_of
 
@@ -35,7 +35,7 @@ class Inputs:
         """Type of the computation: at least float32."""
         return torch.promote_types(self.input.dtype, torch.float32)
 
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def counts(self) -> Tensor:
@@ -49,7 +49,7 @@ class Inputs:
         """Raise ShapeError for a tensor or attribute that does not fit."""
         known = CAUSAL_CONV.attribute("activation").choices
         if self.activation not in known:
-            raise ShapeError(f"activation={self.activation!r} is unknown; known: {', '.join(known)}.")
+            raise unknown(self.activation, known, f"activation={self.activation!r}", ShapeError)
         if self.input.dim() != 3 or self.weight.dim() != 3:
             raise ShapeError(
                 f"input, weight: expected [B, T, C], [C, 1, K], got {list(self.input.shape)}, {list(self.weight.shape)}."

@@ -40,15 +40,15 @@ class Stateless:
             outputs: Tensors for the outputs of the call, in the spec's order, with the right shapes and types.
             table: Block sizes; None: the device's. With a table, Triton searches its compiled kernels at each launch.
         """
-        given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
-        shapes = tuple((name, x.shape) for name, x in given.items())
+        tensors, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
+        shapes = tuple((name, x.shape) for name, x in tensors.items())
         kind = (first.dtype, shapes, tuple(getattr(inputs, a.name) for a in self.spec.attributes))
         arch = launcher.arch_of(first.device)
         prepared = self._prepared(kind, arch) if table is None else self._prepare(kind, arch, table)
-        if any(step.descriptors for step in prepared.launches):  # descriptors need 16-byte aligned addresses
-            given = {name: x.clone() if x.data_ptr() % 16 else x for name, x in given.items()}
-        made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # optional outputs are last
-        launcher.Launcher().run(prepared, {**given, **made}, first)
+        if any(step.descriptors for step in prepared.launches):  # which want addresses that are multiples of 16
+            tensors = {name: x.clone() if x.data_ptr() % 16 else x for name, x in tensors.items()}
+        made = dict(zip((t.name for t in self.spec.outputs), outputs, strict=False))  # what a call may lack is last
+        launcher.Launcher().run(prepared, {**tensors, **made}, first)
 
     def run(self, inputs: Any) -> tuple[Tensor, ...]:
         """Outputs for any inputs on CUDA. Inputs are checked and made contiguous. Errors: see `check` and `launch`."""

@@ -14,16 +14,16 @@ from still_kernels.dense_matmul.spec import DENSE_MATMUL, NUMBERS
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     b = Scope()
-    given = {name for name, value in zip(DENSE_MATMUL.input_names(), node.input, strict=False) if value}
+    present = {name for name, value in zip(DENSE_MATMUL.input_names(), node.input, strict=False) if value}
     rows = b.cast("input", TensorProto.FLOAT)
-    if "norm_weight" in given:
+    if "norm_weight" in present:
         rows = normed(b, rows, node, dtype)
-    if "codes" in given:
+    if "codes" in present:
         product = _of_codes(b, rows, node, dims)
     else:
-        right = "weight" if "weight" in given else b("Transpose", "turned_weight", perm=[1, 0])
+        right = "weight" if "weight" in present else b("Transpose", "turned_weight", perm=[1, 0])
         product = b("MatMul", rows, b.cast(right, TensorProto.FLOAT))
-    if "residual" in given:
+    if "residual" in present:
         product = b("Add", product, b.cast("residual", TensorProto.FLOAT))
     b.cast(product, dtype, out="output")
     return b.function(DENSE_MATMUL, node, {"": opset}, "input")

@@ -81,13 +81,13 @@ PRODUCT = Op(DENSE_MATMUL.name, ..., domain=DOMAIN)
 TOTAL = Op("Add", PRODUCT, OTHER)
 
 
-def _given(node: ir.Node, place: int) -> bool:
+def _present(node: ir.Node, place: int) -> bool:
     return len(node.inputs) > place and node.inputs[place] is not None
 
 
 def _takes_norm(match: Match) -> bool:
     kinds = {match.value(pattern).dtype for pattern in (X, SCALE, OF_NORM)}
-    free = not _given(match.node(OF_NORM), NORM)
+    free = not _present(match.node(OF_NORM), NORM)
     return (
         free and rank(match.value(X)) == 3 and on_last(match.node(NORMED), -1) and len(kinds) == 1 and None not in kinds
     )
@@ -101,8 +101,8 @@ def _with_norm(match: Match) -> Sequence[ir.Value]:
 
 def _takes_residual(match: Match) -> bool:
     made, other, total = (match.value(pattern) for pattern in (PRODUCT, OTHER, TOTAL))
-    # A product keeps its residual: the second one of a LoRA pair has its base's product.
-    free = other is not made and not _given(match.node(PRODUCT), RESIDUAL)
+    # One that has a residual already, as the second of a LoRA pair has its base's product, keeps it.
+    free = other is not made and not _present(match.node(PRODUCT), RESIDUAL)
     return free and other.dtype == total.dtype is not None and other.shape == made.shape
 
 
@@ -114,10 +114,12 @@ def _changed(
     match: Match, node: ir.Node, inputs: dict[int, ir.Value], attributes: dict[str, float]
 ) -> Sequence[ir.Value]:
     """`node` with other inputs, by index, and more attributes."""
-    given: list[ir.Value | None] = [*node.inputs, *[None] * (max(inputs) + 1 - len(node.inputs))]
+    node_inputs: list[ir.Value | None] = [*node.inputs, *[None] * (max(inputs) + 1 - len(node.inputs))]
     for place, value in inputs.items():
-        given[place] = value
-    return match.add(DENSE_MATMUL.name, given, {**node.attributes, **attributes}, name=node.name or "", domain=DOMAIN)
+        node_inputs[place] = value
+    return match.add(
+        DENSE_MATMUL.name, node_inputs, {**node.attributes, **attributes}, name=node.name or "", domain=DOMAIN
+    )
 
 
 FUSIONS = Fusion((OF_NORM,), _with_norm, _takes_norm), Fusion((TOTAL,), _with_residual, _takes_residual)

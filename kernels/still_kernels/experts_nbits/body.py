@@ -21,7 +21,7 @@ ACCURACY_LEVEL = {int(FLOAT): 4, int(TensorProto.FLOAT16): 0}
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`, in float32 with weights rounded to the activations' type."""
     bits, block, sizes = _form(node, dims)
-    given = _given(node)
+    given = _present(node)
 
     def codes(turn: Scope, words: str, width: int) -> str:
         """float32 [rows, codes] of words [rows, W]."""
@@ -53,7 +53,7 @@ def runtime_body(
     bits, block, sizes = _form(node, dims)
     if dtype not in (FLOAT, TensorProto.FLOAT16) or activation_of(node, sizes) != "swiglu":
         return None
-    b, given = Scope(), _given(node)
+    b, given = Scope(), _present(node)
 
     def bytes_of(name: str, width: int) -> str:
         """[E, rows, bytes] of words [E, rows, W]."""
@@ -91,7 +91,7 @@ def runtime_body(
     return b.function(EXPERTS_NBITS, node, imports, "expert")
 
 
-def _given(node: onnx.NodeProto) -> set[str]:
+def _present(node: onnx.NodeProto) -> set[str]:
     return {name for name, value in zip(EXPERTS_NBITS.input_names(), node.input, strict=False) if value}
 
 

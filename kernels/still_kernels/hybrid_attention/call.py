@@ -78,9 +78,9 @@ def _triton(
     state = HybridAttentionState(**tensors)
     output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
-    given = replace(as_read(inputs), new_tokens=new_tokens)
-    launch_hybrid_attention(given, config, state, output, present_length=present_length)
-    if present_length is None:  # decode writes it itself: a separate kernel would cost a tenth of a step
+    copied = replace(as_read(inputs), new_tokens=new_tokens)
+    launch_hybrid_attention(copied, config, state, output, present_length=present_length)
+    if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
         present_length = state.length + new_tokens.to(state.length.dtype)
     return output, replace(state, length=present_length)
 
@@ -135,7 +135,7 @@ def hybrid_attention(
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
         ShapeError: A tensor does not fit, or a state to be written in place is not contiguous.
     """
-    differentiate = inputs.wants_gradients()
+    differentiate = inputs.needs_gradients()
     if not has_kernels(inputs.query.device):
         output, present = chunked_hybrid_attention(inputs, config, state)
         if differentiate:
@@ -200,11 +200,11 @@ def _whole_with_selection(inputs: Inputs, config: HybridAttentionConfig) -> tupl
     query = inputs.query
     demand_kernel(config, query.dtype, query.device)
     state = HybridAttentionState.empty(config, batch, query.dtype, query.device, slots=config.slots_for(tokens))
-    given = replace(as_read(inputs), new_tokens=inputs.counts())
+    copied = replace(as_read(inputs), new_tokens=inputs.counts())
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     tiles = (tokens + config.chunk_size - 2) // config.chunk_size + 1
     folds = query.new_empty((batch, tiles + 2, config.select_heads, config.chunk_size), dtype=torch.int8)
-    launch_hybrid_attention(given, config, state, output, flags=folds)
+    launch_hybrid_attention(copied, config, state, output, flags=folds)
     return output, folds
 
 
@@ -245,7 +245,7 @@ def hybrid_attention_whole(inputs: Inputs, config: HybridAttentionConfig) -> Ten
         UnsupportedError: No kernel covers the call on its device.
         ShapeError: A tensor does not fit.
     """
-    if not inputs.wants_gradients() or not covers_whole(config, inputs.query.shape[1]):
+    if not inputs.needs_gradients() or not covers_whole(config, inputs.query.shape[1]):
         return _from_empty(hybrid_attention, inputs, config)
     if inputs.query.device.type == "cpu":
         return whole_hybrid_attention(inputs, config)

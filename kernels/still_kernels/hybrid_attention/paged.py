@@ -48,8 +48,8 @@ def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged:
     views = pages.views(paged.memory)
     views.pop("kv_rest", None)  # kernels find it after S
     state = HybridAttentionState(**views, length=paged.length)
-    given = as_read(inputs)  # heads are slices of one projection
-    launch_hybrid_attention(given, config, state, output, paged.packing)
+    copied = as_read(inputs)  # heads come as slices of one projection
+    launch_hybrid_attention(copied, config, state, output, paged.packing)
 
 
 def _check_memory(memory: Tensor, pages: Pages) -> None:

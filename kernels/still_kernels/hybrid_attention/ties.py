@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from still_kernels.ties import CHOSEN, SAME_TOKEN, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
+from still_kernels.ties import CHOSEN, SAME_TOKEN, TIE, Arrays, Choices, Leads, Pairs, Scores, overruled
 
 KEY = "present_salient_key."
 VALUE = "present_salient_value."
@@ -35,8 +35,8 @@ class SelectionTies:
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """Compare the salient caches of two runtimes, chunk by chunk for each head."""
-        found = followed(lead for layer, lead in leads.items() if layer >= 0)
-        for (expected, actual), errors in self._beside(pairs, own):
+        found = overruled(lead for layer, lead in leads.items() if layer >= 0)
+        for (expected, actual), errors in self._with_own(pairs, own):
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
                 found.compared += int(self._chunks(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum())
@@ -47,27 +47,27 @@ class SelectionTies:
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
         found: list[dict[int, np.ndarray]] = []
-        for (expected, actual), errors in self._beside(pairs, own):
+        for (expected, actual), errors in self._with_own(pairs, own):
             found.append({})
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
                 found[-1][int(layer)] = np.asarray((differs & (lead <= 1)).any((1, 2)))
         return found
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """The salient keys [B, HS, N, D] that each call adds; zeros in other slots and where other tokens may have reused slots."""
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """The salient keys [B, HS, N, D] that each of the calls adds; zeros where none is, or where other tokens may have taken slots."""
         found: dict[int, np.ndarray] = {}
         for layer in self._layers(calls[-1]):
-            kept: np.ndarray = np.zeros(calls[-1][KEY + layer].shape, np.float32)
-            slot, before = np.arange(kept.shape[2]), np.zeros(len(kept), np.int64)
+            selected: np.ndarray = np.zeros(calls[-1][KEY + layer].shape, np.float32)
+            slot, before = np.arange(selected.shape[2]), np.zeros(len(selected), np.int64)
             for call in calls:
                 keys, count = call[KEY + layer], self.salient * self._chunks_after(call["present_length"])
                 fresh: np.ndarray = (slot >= before[:, None]) & (slot < count[:, None]) & (count <= len(slot))[:, None]
                 fresh = fresh[:, None, : keys.shape[2]]
-                part = kept[:, :, : keys.shape[2]]
+                part = selected[:, :, : keys.shape[2]]
                 part[...] = np.where(fresh[..., None], keys, part)
                 before = count
-            found[int(layer)] = kept
+            found[int(layer)] = selected
         return found
 
     def chooses(self, lengths: np.ndarray) -> bool:
@@ -142,8 +142,8 @@ class SelectionTies:
         return np.maximum(-(-counts // self.chunk) - 2, 0)
 
     @staticmethod
-    def _beside(pairs: Pairs, own: Sequence[Arrays]) -> Iterator[tuple[tuple[Arrays, Arrays], Arrays]]:
-        """Each pair with the errors of PyTorch's own run; empty after the last known ones."""
+    def _with_own(pairs: Pairs, own: Sequence[Arrays]) -> Iterator[tuple[tuple[Arrays, Arrays], Arrays]]:
+        """Each pair and the errors of PyTorch's own run there, none behind the last that are known."""
         return zip(pairs, chain(own, repeat({})), strict=False)
 
     def _layers(self, outputs: Arrays) -> list[str]:

@@ -14,12 +14,12 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
-from still_kernels.torch_ops import Given, call, register
+from still_kernels.torch_ops import ByName, call, register
 
 
-def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+def _compute(by_name: ByName, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
     """Hybrid attention by the kernel for the device; the cache's slots define the capacity."""
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in by_name.items() if tensor is not None}
     chunk, salient = int(attributes["chunk_size"]), int(attributes["salient_per_chunk"])
     config = HybridAttentionConfig.from_attributes(
         attributes,
@@ -56,8 +56,8 @@ def hybrid_attention(
     """
     assert inputs.new_tokens is not None
     past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
-    given = {**vars(inputs), "window_factor": inputs.factor(config), **past}
-    results = call(HYBRID_ATTENTION, given, config.attributes())
+    by_name = {**vars(inputs), "window_factor": inputs.factor(config), **past}
+    results = call(HYBRID_ATTENTION, by_name, config.attributes())
     present = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
     return results["output"], HybridAttentionState(length=state.length + inputs.new_tokens, **present)
 

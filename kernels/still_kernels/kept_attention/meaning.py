@@ -65,7 +65,7 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
     (group, counts), size = inputs.checked(state), inputs.chunk_size
     assert inputs.keep is not None
     query, keep = inputs.query, inputs.keep > 0
-    write = Tensor.scatter if inputs.wants_gradients() else Tensor.scatter_
+    write = Tensor.scatter if inputs.needs_gradients() else Tensor.scatter_
     key, value = (x if in_place else x.clone() for x in (state.key, state.value))
     kept, outputs, rows = state.kept_chunks.clone(), [], []
     for row, (at, count) in enumerate(counts):
@@ -87,7 +87,7 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
                 held = [write(x, 1, chunk, torch.where(of_heads, x.gather(1, chunk), 0)) for x in held]
         outputs.append(torch.cat((*parts, query.new_zeros(query.shape[1] - count, *query.shape[2:]))))
         rows.append(held)
-    if inputs.wants_gradients():
+    if inputs.needs_gradients():
         key, value = (torch.stack(x) for x in zip(*rows, strict=True))
     return torch.stack(outputs), KeptState(key, value, kept)
 

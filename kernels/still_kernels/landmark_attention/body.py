@@ -15,9 +15,9 @@ from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    given = {a.name: a.default for a in LANDMARK_ATTENTION.attributes}
-    given |= {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    size, top = int(given["block_tokens"]), int(given["top_blocks"])
+    values = {a.name: a.default for a in LANDMARK_ATTENTION.attributes}
+    values |= {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    size, top = int(values["block_tokens"]), int(values["top_blocks"])
     heads, kept, dim = dims["H"], dims["HK"], dims["D"]
     if size < 2:
         raise UnsupportedError(f"{node.name or node.op_type}: block_tokens={size} must be at least 2.")
@@ -26,7 +26,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
             f"{node.name or node.op_type}: top_blocks={top} of heads of {dim}: at least 0, and even heads."
         )
     if top:
-        frequency = [float(given["rope_base"]) ** (-2 * i / dim) for i in range(dim // 2)]
+        frequency = [float(values["rope_base"]) ** (-2 * i / dim) for i in range(dim // 2)]
         return cached_body(
             LANDMARK_ATTENTION, node, dtype, opset, dims, partial(_retrieve, heads, kept, dim, size, top, frequency)
         )

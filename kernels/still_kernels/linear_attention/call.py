@@ -18,7 +18,7 @@ from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 from still_kernels.torch_ops import traced_op
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def launch_linear_attention(
@@ -69,7 +69,7 @@ def _fastest(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Ten
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
-    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
+    if not has_kernels(inputs.query.device) or inputs.needs_gradients():
         return chunked_linear_attention(inputs, state, in_place)
     sizes = inputs.check(state)
     query = inputs.query
@@ -78,10 +78,10 @@ def _fastest(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Ten
     new_tokens = inputs.new_tokens
     if new_tokens is None:
         new_tokens = torch.full((sizes.B,), sizes.T, dtype=torch.int64, device=query.device)
-    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
-    given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
+    by_name = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
+    by_name |= {name: x.float() for name, x in by_name.items() if name in ("decay", "beta")}
     output = torch.empty(sizes.B, sizes.T, sizes.H, sizes.G, sizes.V, dtype=query.dtype, device=query.device)
-    whole = {**given, "new_tokens": new_tokens.contiguous()}
+    whole = {**by_name, "new_tokens": new_tokens.contiguous()}
     launch_linear_attention(
         Inputs(**whole, update_rule=inputs.update_rule, scale=inputs.scale),  # type: ignore[arg-type]
         present,
@@ -103,7 +103,7 @@ def linear_attention_whole(inputs: Inputs) -> Tensor:
         UnsupportedError: No kernel covers the call on its device.
         ShapeError: A tensor does not fit.
     """
-    if not inputs.wants_gradients():
+    if not inputs.needs_gradients():
         return _from_empty(inputs)
     if inputs.query.device.type == "cpu":
         return whole_linear_attention(inputs)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError
+from still_graphs.errors import ShapeError, unknown
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.sizes import tensors_of
 
@@ -59,7 +59,7 @@ class Inputs:
         """Type of the computation and of the state: at least float32."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def real(self) -> Tensor:
@@ -90,7 +90,7 @@ class Inputs:
         """Sizes of a call; ShapeError for a tensor or rule that does not fit."""
         rules = LINEAR_ATTENTION.attribute("update_rule").choices
         if self.update_rule not in rules:
-            raise ShapeError(f"update_rule={self.update_rule!r} is unknown; known: {', '.join(rules)}.")
+            raise unknown(self.update_rule, rules, f"update_rule={self.update_rule!r}", ShapeError)
         for name, takers in (("decay", GATED), ("beta", DELTA)):
             if (getattr(self, name) is not None) != (self.update_rule in takers):
                 verb = "needs" if self.update_rule in takers else "takes no"

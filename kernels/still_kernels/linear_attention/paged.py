@@ -36,9 +36,9 @@ def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -
         return
     from still_kernels.linear_attention.call import launch_linear_attention
 
-    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
-    given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
-    launch_linear_attention(replace(inputs, **given), states, output, paged.packing, past_length=paged.length)  # type: ignore[arg-type]
+    tensors = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
+    tensors |= {name: x.float() for name, x in tensors.items() if name in ("decay", "beta")}
+    launch_linear_attention(replace(inputs, **tensors), states, output, paged.packing, past_length=paged.length)  # type: ignore[arg-type]
 
 
 def _in_chunks(inputs: Inputs, states: Tensor, length: Tensor, packing: Packing, output: Tensor) -> None:

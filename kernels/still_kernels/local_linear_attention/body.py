@@ -16,11 +16,11 @@ LEAST = 2.2250738585072014e-308
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    given = {name for name, held in zip(LOCAL_LINEAR_ATTENTION.input_names(), node.input, strict=False) if held}
-    if fault := fault_of(given):
+    present = {name for name, held in zip(LOCAL_LINEAR_ATTENTION.input_names(), node.input, strict=False) if held}
+    if fault := fault_of(present):
         raise UnsupportedError(f"{node.name or node.op_type}: {fault}.")
     heads, kept, dim = dims["H"], dims["HK"], dims["D"]
-    exact = "ridge" in given
+    exact = "ridge" in present
 
     def attend(b: Scope, queries: Queries) -> str:
         def wide(x: str) -> str:
@@ -60,9 +60,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     return cached_body(LOCAL_LINEAR_ATTENTION, node, dtype, opset, dims, attend)
 
 
-def _solved(b: Scope, given: tuple[str, str, str, str, str], right: str) -> str:
+def _solved(b: Scope, present: tuple[str, str, str, str, str], right: str) -> str:
     """Like `solved` of still_kernels: weights, keys, transposed keys, means, ridge; each loop iteration is a step."""
-    weights, key, turned, mean, ridge = given
+    weights, key, turned, mean, ridge = present
 
     def product(s: Scope, x: str, y: str) -> str:
         return s("ReduceSum", s("Mul", x, y), [-1], keepdims=1)

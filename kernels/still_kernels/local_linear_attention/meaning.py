@@ -31,8 +31,8 @@ class Inputs(AttentionInputs):
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise ShapeError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}.")
-        given = [name for name in ("correction", "ridge") if getattr(self, name) is not None]
-        if fault := fault_of(given):
+        present = [name for name in ("correction", "ridge") if getattr(self, name) is not None]
+        if fault := fault_of(present):
             raise ShapeError(f"LocalLinearAttention: {fault}.")
         if self.ridge is not None and not bool((self.ridge > 0).all()):
             raise ShapeError(

@@ -36,9 +36,9 @@ NEAR, MOST = 1e-20, 4096
 """Squared residual, relative to the first, of a converged solution: the output errs 1e-8 at a condition of 1e4. Most steps."""
 
 
-def fault_of(given: Collection[str]) -> str | None:
+def fault_of(present: Collection[str]) -> str | None:
     """The fault of a node with the inputs `given`; None: no fault."""
-    both = [name for name in ("correction", "ridge") if name in given]
+    both = [name for name in ("correction", "ridge") if name in present]
     if len(both) != 1:
         return f"it has {' and '.join(both) or 'neither correction nor ridge'}; it takes one of correction and ridge"
     return None

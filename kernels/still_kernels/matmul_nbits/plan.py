@@ -96,7 +96,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensors and attributes of one call; see the op's spec. offsets: Added to the numbers of each block; None: 0."""
+    """Tensors and attributes of one call, as of the op's spec. offsets: Added to the numbers of each block; None: 0."""
 
     input: Tensor
     blocks: Tensor

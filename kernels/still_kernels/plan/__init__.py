@@ -28,14 +28,12 @@ uses B of these rows, and T is then the longest sequence. A call without sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops import OpSpec
 from still_kernels.plan.compiled import Compiled
 from still_kernels.plan.parts import (
     ELEMENTS,
@@ -50,6 +48,7 @@ from still_kernels.plan.parts import (
     Let,
     Loop,
     Matrix,
+    PlanParts,
     Region,
     Step,
 )
@@ -73,8 +72,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(PlanParts):
     """The launches of an op; the module's docstring explains the parts.
 
     Args:
@@ -94,20 +92,6 @@ class Plan:
     Raises:
         ConfigError: On first use: an expression is wrong, a name is taken, or steps are nested too deeply.
     """
-
-    spec: OpSpec
-    steps: Sequence[Step]
-    key: Mapping[str, str] = field(default_factory=dict)
-    constants: tuple[str, ...] = ()
-    checks: Sequence[Check] = ()
-    define: Mapping[str, str | int] = field(default_factory=dict)
-    arguments: Mapping[str, str | int] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
-    workspace: Sequence[Region] = ()
-    persistent: Sequence[Region] = ()
-    aliases: Sequence[Alias] = ()
-    matrices: Sequence[Matrix] = ()
-    measured_tokens: Sequence[str | int] = (1,)
 
     @cached_property
     def compiled(self) -> Compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.plan.expressions import Environment, Expression, Scope, compile_expression, symbols
@@ -21,12 +21,10 @@ from still_kernels.plan.parts import (
     Launches,
     Let,
     Loop,
+    PlanParts,
     Region,
     Step,
 )
-
-if TYPE_CHECKING:
-    from still_kernels.plan import Plan
 
 Rule = tuple[Expression, list[str | Expression]]
 """A condition and the parts of its message."""
@@ -47,7 +45,7 @@ class _Region:
 class Compiled:
     """A plan with checked expressions; made once by `Plan.compiled`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanParts) -> None:
         scope = Scope(plan.spec)
         self.plan = plan
         self.key = {name: compile_expression(text, scope, "any") for name, text in plan.key.items()}

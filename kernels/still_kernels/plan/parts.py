@@ -104,6 +104,43 @@ Step = Launch | Let | Loop | Branch
 
 
 @dataclass(frozen=True)
+class PlanParts:
+    """What `Plan` is written in.
+
+    Args:
+        spec: The op.
+        steps: Launches, in order.
+        key: Name of each property that kernels are compiled for, and its value for a call. Sees no constant.
+        constants: Names of integers that a compiled variant brings: block sizes that grids or regions follow from.
+        checks: Conditions on shapes and attributes, in order. They see no constant and no defined name.
+        define: Names in order of definition.
+        arguments: Integers and reals that kernels take by these names.
+        types: Names of element types, each an expression that gives a key of `ELEMENTS`.
+        workspace, persistent: Regions in order; persistent ones are int32.
+        aliases: Further names of tensors.
+        matrices: Rows and columns of tensors that kernels take by descriptor.
+        measured_tokens: Values of T at which a call may need more workspace than at the largest T; every batch is measured at each.
+
+    Raises:
+        ConfigError: When used first: an expression is wrong, a name is taken, or steps are nested too deeply.
+    """
+
+    spec: OpSpec
+    steps: Sequence[Step]
+    key: Mapping[str, str] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    checks: Sequence[Check] = ()
+    define: Mapping[str, str | int] = field(default_factory=dict)
+    arguments: Mapping[str, str | int] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    workspace: Sequence[Region] = ()
+    persistent: Sequence[Region] = ()
+    aliases: Sequence[Alias] = ()
+    matrices: Sequence[Matrix] = ()
+    measured_tokens: Sequence[str | int] = (1,)
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A region of one call."""
 

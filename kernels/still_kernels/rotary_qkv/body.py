@@ -48,8 +48,8 @@ def runtime_body(
 
 
 def _widths(node: onnx.NodeProto) -> list[int]:
-    given = {a.name: a.i for a in node.attribute}
-    return [int(given.get(a.name, a.default)) for a in ROTARY_QKV.attributes]
+    values = {a.name: a.i for a in node.attribute}
+    return [int(values.get(a.name, a.default)) for a in ROTARY_QKV.attributes]
 
 
 def _parts(b: Scope, node: onnx.NodeProto, widths: list[int]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from still_kernels.route.spec import ROUTE
-from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, overruled
 
 MARGINS = "margins"
 """Key of PyTorch's margins for each token (`meaning.margins`), followed by 1 at the experts used."""
@@ -30,15 +30,15 @@ class RoutingTies:
         found = Choices()
         for lead in (lead for key, lead in leads.items() if key < 0):
             found.compared += int(np.isfinite(lead).sum())
-            found.add(followed([lead]))
+            found.add(overruled([lead]))
         return found
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
         """Empty: no state shows it."""
         return [{} for _ in pairs]
 
-    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """Empty: no state shows it."""
+    def selected(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """Nothing: no state shows it."""
         return {}
 
     def chooses(self, lengths: np.ndarray) -> bool:
@@ -69,14 +69,14 @@ class RoutingTies:
             usual = self.usual(error, np.isfinite(margins) & np.isfinite(other))
             first, second = _natural(margins)
             lead = _relative(margins, error, usual, first, second).min(-1)
-            elsewhere = np.zeros(lead.shape, bool)
-            for rank in range(margins.shape[2]):  # groups, then experts if the groups are equal
+            turned_before = np.zeros(lead.shape, bool)
+            for rank in range(margins.shape[2]):  # groups, then experts where groups are the same
                 ours, taken = margins[:, :, rank] > 0, margins[:, :, rank]
                 last = rank == margins.shape[2] - 1
                 dropped = np.where(ours & ~went, taken, -np.inf) if last else np.where(ours, -taken, -np.inf)
                 added = np.where(went & ~ours & np.isfinite(taken), -taken, -np.inf)
-                turned = np.isfinite(added).any(-1) & ~elsewhere
-                elsewhere |= turned
+                turned = np.isfinite(added).any(-1) & ~turned_before
+                turned_before |= turned
                 places = dropped.argmax(-1)[..., None], added.argmax(-1)[..., None]
                 row = slice(rank, rank + 1)
                 gap = _relative(margins[:, :, row], error[:, :, row], usual[:, :, row], *places)[..., 0]

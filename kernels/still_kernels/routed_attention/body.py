@@ -16,7 +16,7 @@ from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 assert CHUNK == ROUTED_CHUNK
 RUN, HELD = "past_routed_state", "past_chunk_state"
 Of = Callable[[Scope, str], Tensors]
-Told = Callable[[Scope, str], str]
+Keys = Callable[[Scope, str], str]
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -77,7 +77,7 @@ def _closed(s: Scope, run: str, held: str, ends: str, softmax: str, out: tuple[s
 
 
 def _step(
-    s: Scope, layer: Layer, tensors: Of, of_heads: Told, softmax: Told, counts: tuple[str, str, str], keep: bool
+    s: Scope, layer: Layer, tensors: Of, of_heads: Keys, softmax: Keys, counts: tuple[str, str, str], keep: bool
 ) -> tuple[str, ...]:
     _, past, new = counts
     first = s("Mul", past, 0)  # [B, 1]
@@ -94,7 +94,7 @@ def _step(
 
 
 def _chunks(
-    s: Scope, layer: Layer, tensors: Of, of_heads: Told, softmax: Told, counts: tuple[str, str, str], keep: bool
+    s: Scope, layer: Layer, tensors: Of, of_heads: Keys, softmax: Keys, counts: tuple[str, str, str], keep: bool
 ) -> tuple[str, ...]:
     tokens, past, new = counts
     off = s("Mod", past, CHUNK)  # [B, 1]

@@ -17,7 +17,7 @@ from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 from still_kernels.torch_ops import traced_op
 
-_prepared = launcher.kept(KERNELS)
+_prepared = launcher.cached_launches(KERNELS)
 
 
 def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: TileTable | None = None) -> None:

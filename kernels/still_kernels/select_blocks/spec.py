@@ -56,9 +56,9 @@ def slots_of(top: int, dense_length: int, block: int) -> int:
     return max(top, -(-(dense_length - 1) // block))
 
 
-def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
+def fault_of(values: Mapping[str, AttributeValue]) -> str | None:
     """The fault of a node's attributes, with their names; None: no fault."""
-    a = {name: int(value) for name, value in given.items()}
+    a = {name: int(value) for name, value in values.items()}
     sizes = ("mean_stride", "block_size", "mean_length", "lse_stride", "lse_length")
     for name, low in (
         dict.fromkeys(sizes, 1) | dict.fromkeys(("init_blocks", "local_blocks", "switch_by_call"), 0)

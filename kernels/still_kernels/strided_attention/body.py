@@ -36,15 +36,15 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     filled = b.unsqueeze(b("Max", b("ReduceMax", b("Div", b("Add", end, size - 1), size), keepdims=0), 1), 0)  # [1]
     rows, own = {}, {}
     for name in ("key", "value"):
-        given = b.wide(name, dtype)
-        # A call without tokens gathers an empty one.
-        fresh = b("GatherND", b("Pad", given, [0, 0, 0, 0, 0, 1, 0, 0], 0.0), source, batch_dims=1)  # [B, R, HK, D]
-        # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
+        as_float = b.wide(name, dtype)
+        # A call of no tokens has one to gather, which enters nothing.
+        fresh = b("GatherND", b("Pad", as_float, [0, 0, 0, 0, 0, 1, 0, 0], 0.0), source, batch_dims=1)  # [B, R, HK, D]
+        # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         chosen = b("Where", brings, fresh, b.wide(b("GatherND", f"past_{name}", index), dtype))
         chosen = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, chosen, out=f"present_{name}")
         rows[name] = b.wide(b("Slice", present, [0], filled, [2]), dtype)
-        own[name] = b.unsqueeze(b("Transpose", given, perm=[0, 2, 1, 3]), 2)  # [B, HK, 1, T, D]
+        own[name] = b.unsqueeze(b("Transpose", as_float, perm=[0, 2, 1, 3]), 2)  # [B, HK, 1, T, D]
     scaled = b("Mul", b.wide("query", dtype), b.constant([dim**-0.5] * dim, "float32"))
     grouped = b("Reshape", b("Transpose", scaled, perm=[0, 2, 1, 3]), b.shape(0, kept, heads // kept, -1, dim))
     flat = b.reshape(grouped, 0, 0, -1, dim)  # [B, HK, G * T, D]

@@ -27,7 +27,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tensor and attribute of one call; see the op's spec."""
+    """Tensor and attribute of one call, as of the op's spec."""
 
     input: Tensor
     width: int

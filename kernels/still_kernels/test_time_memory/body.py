@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import checked_counts
 from still_kernels.test_time_memory.spec import MATRIX_EPSILON, ORTHOGONALIZE, ROW_EPSILON, TEST_TIME_MEMORY
@@ -17,14 +17,13 @@ WEIGHTS = (("gate", 0), ("up", 1), ("down", 2))
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     heads, queries, dim, hidden = (dims[name] for name in "HGDM")
-    given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    chunk, step = int(given.get("chunk_size", 64)), given.get("memory_update", b"muon").decode()
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    chunk, step = int(attributes.get("chunk_size", 64)), attributes.get("memory_update", b"muon").decode()
     known = TEST_TIME_MEMORY.attribute("memory_update").choices
-    if chunk < 1 or step not in known:
-        raise UnsupportedError(
-            f"{node.name or node.op_type}: chunk_size={chunk}, memory_update={step!r}; a chunk has at least one token, an update is one of "
-            f"{', '.join(known)}."
-        )
+    if chunk < 1:
+        raise UnsupportedError(f"{node.name or node.op_type}: chunk_size={chunk}; a chunk has at least one token.")
+    if step not in known:
+        raise unknown(step, known, f"{node.name or node.op_type}: memory_update={step!r}", UnsupportedError)
     b = Scope()
     tokens = b.dim("query", 1)
     past, new = checked_counts(b, tokens)  # [B, 1]

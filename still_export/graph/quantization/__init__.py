@@ -1,1 +1,1 @@
-"""Weights in low bits: which role may have how many, who rounds them, how a graph holds them."""
+"""Low-bit weights: bits by role, rounding methods, storage in a graph."""

@@ -1,10 +1,8 @@
-"""Codes that know what a weight multiplies, and bits by what a weight's codes lose: measured on text, on the very model that is exported.
+"""GPTQ codes and bit budgets, calibrated on text with the very model that is exported.
 
-The model reads rows of text once, all of them together. Right before a linear layer multiplies, its weight is rounded against the inputs
-that arrive, which the layers before it have made with their codes; so every mixer is calibrated as it is, with its adapter, and nothing is
-known of its modules but where their linear layers are.
-
-Source: GPTQ, arXiv:2210.17323, by GPTQModel.
+All rows of text go through the model together. Each weight is rounded right before its layer multiplies, against inputs that earlier
+layers computed with their codes. So every mixer is calibrated as it is, adapter included, and only the places of linear layers need be
+known. Source: GPTQ, arXiv:2210.17323, by GPTQModel.
 """
 
 from __future__ import annotations
@@ -36,30 +34,30 @@ from still_export.texts.texts import python_documentation, tokenize
 from still_kernels.forms import pytorch_forms
 
 ROWS, ROW_TOKENS = 32, 512
-"""Of the text that is read for GPTQ."""
+"""Rows of text for GPTQ, and tokens of each."""
 HELD_OUT_ROWS = 8
-"""Of other text, by which losses are told."""
+"""Rows of other text, on which losses are measured."""
 LONGEST_TOKEN = 16
-"""Characters, on the whole: the rest of a part is not tokenized."""
+"""Characters a token has at most on average: only this much of a text is tokenized."""
 LIBRARY = "gptqmodel"
 GAIN = 3
-"""How many times as much rounding to nearest loses as GPTQ, at most."""
+"""Largest factor by which rounding to nearest loses more than GPTQ."""
 TRIES = 5
-"""Measurements of a loss, to choose bits."""
+"""Measurements of a loss when bits are chosen."""
 BYTES_ON_A_GPU = 16
-"""A parameter: as it was, as it is given, what its codes change, and as much for what is computed."""
+"""Bytes for each parameter: original, current, the change by its codes, and temporaries."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of tokens from texts, spread over them evenly: `calibration` and `held_out`, int64 [B, T], which have no text in common."""
+    """Rows of tokens spread evenly over texts: `calibration` and `held_out`, int64 [B, T], without common text."""
 
     calibration: Tensor
     held_out: Tensor
 
 
 def read_rows(paths: Sequence[str], tokenizer: Any, vocab_size: int) -> Texts:
-    """Rows of text files, or of Python's documentation where there are none: of each part of the whole its first tokens.
+    """Rows of text files, or of Python's documentation without files: the first tokens of evenly spread parts.
 
     Raises:
         DataError: A file is no text, or they have too few tokens.
@@ -91,7 +89,7 @@ def calibrate(
     budget: float | None = None,
     say: Callable[[str, int, int], None] = lambda step, done, total: None,
 ) -> tuple[dict[str, Form], dict[str, Any]]:
-    """Round the weights of 4 bits beforehand.
+    """Round the 4-bit weights in advance.
 
     Args:
         budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
@@ -117,32 +115,33 @@ def calibrate(
     rounding = Rounding(source, wanted, asked, say)
     said: dict[str, Any] = {"tokens": texts.calibration.numel()}
     wide: list[str] = []
-    with pytorch_forms():  # on a GPU, too, every layer has one, and its slope; not every one has kernels there
+    with pytorch_forms():  # backward needs kernels for every layer, which not every device has
         if budget is None:
             rounding.by_library(texts.calibration)
         else:
             wide, lost = _choose_wide(rounding, texts, budget)
             said |= {"budget": budget, "loss": lost, "eight_bits": wide}
-    # Experts, which no linear layer holds, are rounded to nearest when they are written.
+    # Experts are in no linear layer; they are rounded to nearest when written.
     left = {n: replace(form, method=DEFAULT_METHOD) for n, form in wanted.items() if form.method == GPTQ}
     made = {name: replace(wanted[name], codes=codes) for name, codes in rounding.made.items()}
     return {**forms, **left, **made, **{name: _in_eight(wanted[name]) for name in wide}}, said
 
 
 def loss_of(model: Any, rows: Tensor) -> float:
-    """Mean nats of every token but the first of rows [B, T]."""
+    """Mean loss in nats of every token except the first, rows [B, T]."""
     with torch.no_grad():
         return sum(float(_nats(model, row[None])) for row in rows) / _predicted(rows)
 
 
 def fewest(loss: Callable[[int], float], expected: Sequence[float], limit: float) -> int:
-    """A count with loss(count) <= limit, as small as TRIES calls find, and one more for the largest; -1: of the largest it is more, too.
+    """The smallest count with loss(count) <= limit that TRIES calls find, with one more call for the largest; -1: even the largest exceeds
+    it.
 
     Args:
         expected: What the loss of each count may be but for a factor, falling; the factor is learned from calls.
     """
     most = len(expected) - 1
-    low, high, factor = -1, most + 1, 1.0  # of `low` it is more; of `high` it is not, where that is a count
+    low, high, factor = -1, most + 1, 1.0  # loss at `low` exceeds the limit; at `high`, if it is a count, it does not
     for tried in range(TRIES + 1):
         within = [count for count in range(low + 1, high) if factor * expected[count] <= limit]
         if high <= most and (tried == TRIES or not within):
@@ -158,7 +157,7 @@ def fewest(loss: Callable[[int], float], expected: Sequence[float], limit: float
 
 
 def _choose_wide(rounding: Rounding, texts: Texts, budget: float) -> tuple[list[str], float]:
-    """Names of the weights that need 8 bits so that the loss on held-out text grows by no more than `budget`, and what it grows by."""
+    """Names of the weights that need 8 bits to keep the growth of the held-out loss within `budget`, and that growth."""
     rows, model = texts.held_out, rounding.model
     whole = loss_of(model, rows)
     rounding.to_nearest()
@@ -167,7 +166,7 @@ def _choose_wide(rounding: Rounding, texts: Texts, budget: float) -> tuple[list[
     expected = [sum(harms[name] for name in order[count:]) for count in range(len(order) + 1)]
     least = 0
     if rounding.asked.method == GPTQ:
-        # What surely has 8 bits has them before the layers behind are calibrated on what it makes.
+        # Certain 8-bit weights are set before later layers are calibrated on their outputs.
         least = next(count for count, lost in enumerate(expected) if lost <= GAIN * budget or count == len(order))
         rounding.by_library(texts.calibration, order[:least])
     losses: dict[int, float] = {}
@@ -198,7 +197,7 @@ def _nats(model: Any, row: Tensor) -> Tensor:
 
 
 def _roomy_device(parameters: int) -> torch.device:
-    """A GPU that has room for a model of so many; else the processor."""
+    """A GPU with enough memory for a model of this size; else the CPU."""
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= BYTES_ON_A_GPU * parameters:
         return torch.device("cuda")
     return torch.device("cpu")
@@ -232,13 +231,13 @@ class Rounding:
         self._given = dict.fromkeys(self.layers, 0)  # bits, 0: as it was
 
     def base(self, name: str) -> Tensor:
-        """What is rounded [N, K]: without LoRA that stays apart."""
+        """The part of a weight that is rounded, [N, K]: without LoRA pairs that stay separate."""
         base = self.wanted[name].base
         assert base is not None
         return value_of(base).detach().float().to(self.device)
 
     def change(self, name: str, bits: int = 4) -> Tensor:
-        """What its codes change of a weight [N, K]."""
+        """The change of a weight [N, K] by its codes."""
         made, whole = self.made.get(name), self.wanted[name].base
         if bits == 8:
             assert whole is not None
@@ -247,7 +246,7 @@ class Rounding:
         return torch.from_numpy(made.dequantized()).to(self.device) - self.base(name)
 
     def give(self, wide: Sequence[str]) -> None:
-        """Let the model have its codes, and 8 bits where it is `wide`."""
+        """Put the codes into the model; weights in `wide` get 8 bits."""
         for name in self.layers:
             self._give(name, 8 if name in wide else 4)
 
@@ -257,14 +256,14 @@ class Rounding:
             self.layers[name].weight.data, self._given[name] = self.kept[name] + change, bits
 
     def to_nearest(self) -> None:
-        """Make codes that need no text."""
+        """Make codes by rounding to nearest, without text."""
         for name in self.layers:
             self.say("rounding", len(self.made), len(self.layers))
             self.made[name] = quantize(self.base(name).cpu(), 4, self.asked.block_size, self.asked.layout.zero_points)
 
     def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
-        """Make the codes of all weights but the `wide`, which have 8 bits, each right before the model multiplies with it what it makes of
-        `rows` with the codes before."""
+        """Make GPTQ codes for all weights except `wide` (8 bits), each right before the model multiplies with it, on activations of
+        `rows` computed with the codes before."""
         done = set(wide)
         for name in wide:
             self._give(name, 8)
@@ -280,8 +279,11 @@ class Rounding:
             self.model.model(rows.to(self.device), use_cache=False)
 
     def harms(self, rows: Tensor) -> dict[str, float]:
-        """What the codes of each weight are expected to lose alone, in nats, to second order: half the square of the loss's slope along
-        what they change of a token's outputs, summed over tokens (the empirical Fisher information)."""
+        """Expected loss in nats from each weight's codes alone, to second order.
+
+        Half the squared product of the loss's gradient and the change of a token's outputs, summed over tokens (empirical Fisher
+        information).
+        """
         found, changes = dict.fromkeys(self.layers, 0.0), {name: self.change(name) for name in self.layers}
 
         def after(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -312,7 +314,7 @@ class Rounding:
 
 
 def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -> BlockWeight:
-    """The blocks of `weight` [N, K] by GPTQModel, given `inputs` [T, K] that it multiplies."""
+    """`weight` [N, K] in blocks by GPTQModel, for inputs [T, K]."""
     if not bool(inputs.isfinite().all()):
         raise UnsupportedError(
             f"{name} reads values that are no numbers, so nothing can be rounded by them: the model is broken for the text. Export with "
@@ -342,7 +344,7 @@ def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """GPTQModel greets on stdout, where results go, and sets up the process's logging when it is imported."""
+    """Silence GPTQModel, which prints to stdout and configures logging at import."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:

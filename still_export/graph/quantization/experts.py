@@ -1,4 +1,4 @@
-"""Experts with quantized matrices: rounded one at a time, stored as still::ExpertsNBits reads them."""
+"""Quantized experts: rounded one at a time, stored as still::ExpertsNBits reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from still_kernels.experts.spec import EXPERTS
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 
 STACKED = 3
-"""Dimensions of a weight that holds experts."""
+"""Dimensions of a stacked expert weight."""
 WORD = 4
 """Bytes of a word."""
 
@@ -43,7 +43,7 @@ class StackedWeight:
 
     @property
     def made(self) -> list[BlockWeight]:
-        """The blocks of each expert, kept until `forget`."""
+        """Blocks of each expert, cached until `forget`."""
         if not self._made:
             whole = self.weight
             if isinstance(whole, Deferred) and whole.part is not None:
@@ -65,7 +65,7 @@ class StackedWeight:
         return made
 
     def stored(self, model: ir.Model, dtype: ir.DataType) -> list[ir.Value | None]:
-        """Words of codes, scales, words of zero points where there are any; the last that is written forgets the blocks."""
+        """Words of codes, scales, and words of zero points if any; writing the last drops the blocks."""
         experts, rows, inputs = self.shape
         blocks, bits = inputs // self.asked.block_size, self.form.bits
 
@@ -94,7 +94,7 @@ class StackedWeight:
 
 
 def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> None:
-    """Replace the nodes that read `stacks`, by the weights' names, in place."""
+    """Replace the nodes that read `stacks` (by weight name), in place."""
     for node in [node for node in model.graph if node.op_type == EXPERTS.name and node.domain == EXPERTS.domain]:
         values = node.inputs[-2:]
         found = [stacks.get(str(value.name)) for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""How each weight is stored: the policy's bits, or the source's own blocks where those are no more."""
+"""The storage form of each weight: the policy's bits, or the source's own blocks if those have no more."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from still_export.models.read.weights import Deferred, Pair, Weight, Weights
 from still_kernels.matmul_nbits.spec import TILE
 
 EXACT = "exact"
-"""The method of blocks that are taken over from the source as they are."""
+"""Method of blocks that are copied from the source unchanged."""
 CODES = "codes"
 """Suffix of a weight's codes [K, N] in the shape that DequantizeLinear reads."""
 LEAST = "least"
-"""Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
+"""Suffix of the value of code 0, [N, K / block]: offset - MIDDLE * scale."""
 MIDDLE = 8
-"""Of codes of 4 bits, which products subtract where there are no zero points."""
+"""Middle of 4-bit codes, which products subtract without zero points."""
 FLOAT8_CODES = "e4m3"
 """Suffix of a weight's codes in e4m3, [N, K / 4] words."""
 ORDER = "order"
@@ -32,9 +32,9 @@ K_QUANT = {4: "q4_k", 6: "q6_k"}
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
 SUMS = "block_sums"
-"""Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
+"""Prefix of the matrix [K, K / block] that sums over blocks; it is `inner` if there are offsets and no pairs."""
 THIN, THIN_RATIO = 128, 4
-"""Inputs below which a weight is of low rank, where its outputs are so many times as many: Mamba's dt_proj, RWKV-7's low-rank layers."""
+"""A weight with fewer inputs, and this many times as many outputs, is of low rank: Mamba's dt_proj, RWKV-7's low-rank layers."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Form:
 
     @property
     def order(self) -> np.ndarray | None:
-        """Inputs [K] as the blocks have them; None: as the weight."""
+        """Order of the inputs [K] in the blocks; None: the weight's own."""
         held = self.base.blocks if self.method == EXACT and isinstance(self.base, Deferred) else None
         return None if held is None else held.order
 
 
 def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
-    """The form of a weight with `role`; None: as it is.
+    """The form of a weight with `role`; None: unchanged.
 
     K-quants are taken over where kernels read them, other blocks of the source where they have no more bits than the policy gives and
     its blocks divide them. Of 5 and 6 bits, which no other form has, 8 are kept: the file's maker gave those weights more.
@@ -92,22 +92,22 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         blocks, held = base.blocks, base.super_blocks
         if held and asked.layout.super_blocks and weight.shape[0] % TILE == 0:
             return Form(held.bits, EXACT, base, half_scales=True, pairs=pairs, super_blocks=True)
-        # Rows have a form of 8 bits without offsets only.
+        # Rows have only one form: 8 bits without offsets.
         if (
             blocks
             and blocks.float8 == asked.float8
             and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
             and (
                 blocks.bits <= bits or base.bits < blocks.bits
-            )  # the latter: of fewer bits, which no narrower form holds
+            )  # the latter have fewer bits, which no narrower form stores
             and (asked.layout.zero_points or not blocks.zero_points)
             and (
                 role != EMBEDDING
                 or (blocks.bits == 8 and not blocks.zero_points and not blocks.offsets and blocks.order is None)
             )
-            and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of experts have the same bits
+            and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of an expert have the same bits
         ):
-            # TensorRT takes positive scales alone; those of a file turn their sign by offsets.
+            # TensorRT needs positive scales; a file's negative ones become offsets.
             turned = asked.layout.nodes == DEQUANTIZED and weight.dim() == 2
             offsets = blocks.offsets or (turned and blocks.negative)
             return Form(blocks.bits, EXACT, base, blocks.zero_points, offsets, blocks.half_scales, pairs)
@@ -119,7 +119,7 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
 
 
 def _widen_experts(weights: Weights, forms: dict[str, Form], asked: Quantization) -> None:
-    """Give both matrices of a layer's experts the bits of the wider one, for the op has one number: files of Q4_K_M have some in 6 bits."""
+    """Give both matrices of a layer's experts the larger number of bits, because the op has one. Q4_K_M files have some in 6 bits."""
     stacks = [name for name in forms if weights[name].dim() > 2]
     for name in stacks:
         form, layer = forms[name], name.rpartition(".")[0]
@@ -129,7 +129,7 @@ def _widen_experts(weights: Weights, forms: dict[str, Form], asked: Quantization
 
 
 def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:
-    """The forms of all weights that have one, by name, and `asked` with the block size that the source has.
+    """The forms of all weights by name, and `asked` with the source's block size.
 
     Second matrices of low-rank layers whose few inputs no block divides have none: they stay as they are, which a warning says.
 

@@ -1,9 +1,8 @@
-"""Products with quantized weights: those that ONNX Runtime has a node for, those whose weight a standard node dequantizes, and those of
-kernels of ours.
+"""Products with quantized weights, for three hosts: ONNX Runtime's own node, a standard node that dequantizes, this project's kernels.
 
-Weights that the same value is multiplied with, in blocks of one kind, are one product, whose result is split: at a step's sizes a node
-costs more than its numbers. What blocks have no place for, offsets and LoRA's pairs, is one more product of two thin matrices for all of
-them: `inner` [K, R] sums blocks and holds the first matrices of the pairs, `outer` [R, N] the rest.
+Weights that multiply the same value in blocks of one kind become one product whose result is split, because a node costs more than a step's
+numbers. Offsets and LoRA do not fit the block format. They become one extra low-rank product, `inner` [K, R] times `outer` [R, N]: `inner`
+sums blocks and has the first matrices of the pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS, NUMBERS, SUPER, WORDS
 
 ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
-"""Roles of the weights that adapters are trained for."""
+"""Roles of weights that adapters train."""
 ACCURACY_LEVEL = 4
 """Activations are rounded to 8 bits, block by block. The only level with a kernel for 8-bit weights on CPUs (others dequantize the whole
 weight every call: 107 ms in the place of 1.2 for the head of SmolLM2-135M); at 4 bits a step is 3 times as fast as level 0 and a call
@@ -46,12 +45,12 @@ of 512 tokens takes twice as long (576 x 1,536, one thread, AVX-512 VNNI, ONNX R
 
 
 class Product(ABC):
-    """One value times weights of one kind, side by side."""
+    """One value times concatenated weights of one kind."""
 
     domain = ""
-    """Of its nodes."""
+    """Domain of its nodes."""
     takes_offsets = False
-    """Its nodes do."""
+    """Whether its nodes support offsets."""
 
     def __init__(self, model: ir.Model, weights: list[StoredWeight]) -> None:
         self.model, self.weights = model, weights
@@ -61,18 +60,16 @@ class Product(ABC):
         self.outputs = sum(weight.outputs for weight in weights)
         self.blocks = first.blocks if first.form.base is not None else 0
         self.offsets = any(weight.form.offsets for weight in weights)
-        self.sums = self.offsets and not self.takes_offsets  # offsets are a part of the thin product
+        self.sums = self.offsets and not self.takes_offsets  # offsets are in the low-rank product
         self.left: set[str] = set()
 
     def write(self, nodes: list[ir.Node]) -> None:
-        """Replace `nodes`, one of each weight, or all of the single one."""
+        """Replace `nodes`: one of each weight, or all of a single weight."""
         if len(self.weights) == 1:
             for node in nodes:
                 replace_nodes(self.model, [node], [self._result(node)])
             return
-        first = next(
-            node for node in self.model.graph if node in nodes
-        )  # what reads one of them may come before others
+        first = next(node for node in self.model.graph if node in nodes)  # a reader of one may precede the others
         total = self._result(first)
         widths = [weight.outputs for weight in self.weights]
         sizes = store(self.model.graph, ir.tensor(widths, dtype=ir.DataType.INT64, name=f"{total.name}.sizes"))
@@ -82,11 +79,11 @@ class Product(ABC):
 
     @abstractmethod
     def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
-        """The product of `read` and the blocks, before `node`."""
+        """The product of `read` and the blocks, inserted before `node`."""
 
     @abstractmethod
     def _held(self) -> dict[str, ir.Value]:
-        """What is stored of the blocks, by part."""
+        """Stored parts of the blocks."""
 
     def _result(self, node: ir.Node) -> ir.Value:
         read = node.inputs[0]
@@ -107,7 +104,7 @@ class Product(ABC):
         return total
 
     def _ordered(self, node: ir.Node, read: ir.Value) -> ir.Value:
-        """`read` in the order of the blocks' inputs, before `node`."""
+        """`read` permuted to the order of the blocks' inputs, inserted before `node`."""
         if self.form.order is None:
             return read
         name, known = f"{self.name}.{ORDER}", self.model.graph.initializers
@@ -118,18 +115,18 @@ class Product(ABC):
     def _product_of_two(
         self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]
     ) -> ir.Value:
-        """The product of `read` and both matrices, before `node`."""
+        """The product of `read` and both low-rank matrices, inserted before `node`."""
         assert a.shape is not None
         inner = self._typed(add_node(self.model.graph, node, "MatMul", [read, a], parts[0]), read, a.shape[-1])
         return self._typed(add_node(self.model.graph, node, "MatMul", [inner, b], parts[1]), read, self.outputs)
 
     def _typed(self, value: ir.Value, read: ir.Value, size: int | ir.SymbolicDim) -> ir.Value:
-        """`value`, which says that it has `size` numbers for each token that is read: behind a node of ours nothing infers it."""
+        """`value` with its shape and type set: nothing infers those after our nodes."""
         return value if read.shape is None else typed(value, [*read.shape[:-1], size], self.dtype)
 
     @property
     def place(self) -> dict[str, Any] | None:
-        """What the manifest says of the LoRA pairs that this product takes while it runs; None: it takes none."""
+        """The manifest's entry on LoRA pairs that this product accepts at run time; None: none."""
         first = self.weights[0]
         if not first.asked.adapters or first.role not in ADAPTED:
             return None
@@ -138,7 +135,7 @@ class Product(ABC):
 
     @cached_property
     def adapter(self) -> tuple[ir.Value, ir.Value]:
-        """Inputs [K, R] and [R, N] of the graph, R the ranks of an adapter's pairs: with no rank, where none is given."""
+        """Graph inputs [K, R] and [R, N], R the ranks of an adapter's pairs; R is 0 without an adapter."""
         rank, zero = f"rank.{self.name}", self.dtype.numpy()
         a = self._input(LORA_A, ir.Shape([self.inputs, rank]), np.zeros((self.inputs, 0), zero))
         return a, self._input(LORA_B, ir.Shape([rank, self.outputs]), np.zeros((0, self.outputs), zero))
@@ -151,7 +148,7 @@ class Product(ABC):
 
     @cached_property
     def values(self) -> dict[str, ir.Value]:
-        """What is stored, by part: of the blocks, `inner` and `outer`."""
+        """Stored parts: blocks, `inner` and `outer`."""
         found = self._held() if self.form.base is not None else {}
         if self.sums or self.rank:
             found |= self._thin(found)
@@ -159,11 +156,11 @@ class Product(ABC):
 
     @property
     def rank(self) -> int:
-        """Columns of `inner` that are of pairs."""
+        """Columns of `inner` that belong to pairs."""
         return sum(weight.rank for weight in self.weights)
 
     def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
-        """`inner` and `outer`; `held` is what is stored of the blocks."""
+        """`inner` and `outer`; `held` are the stored parts of the blocks."""
         rank = self.rank + (self.blocks if self.sums else 0)
         outer = self._stored("outer", [rank, self.outputs], self.dtype, self._outer)
         if not self.rank:
@@ -182,7 +179,7 @@ class Product(ABC):
     def _below_each_other(
         self, part: Callable[[BlockWeight], np.ndarray | None], turned: bool = False
     ) -> Callable[[], np.ndarray]:
-        """`part` of all weights along the outputs, which come last where it is `turned`."""
+        """`part` of all weights concatenated along the outputs; `turned`: outputs are the last axis."""
 
         def read() -> np.ndarray:
             parts = [part(weight.made) for weight in self.weights]
@@ -193,32 +190,32 @@ class Product(ABC):
         return read
 
     def _inner(self) -> np.ndarray:
-        """Sums over blocks, and the first matrices of the pairs, [K, R]."""
+        """Sums over blocks and the pairs' first matrices, [K, R]."""
         return np.concatenate([*([self._block_sums()] if self.sums else []), self._pairs_inner()], axis=1)
 
     def _outer(self) -> np.ndarray:
-        """Offsets, and the second matrices of the pairs, [R, N]."""
+        """Offsets and the pairs' second matrices, [R, N]."""
         return np.concatenate([*([self._offset_rows().T] if self.sums else []), self._pairs_outer()])
 
     def _block_sums(self) -> np.ndarray:
         return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.asked.block_size, 1), np.float32))
 
     def _offset_rows(self) -> np.ndarray:
-        """Offsets [N, K / block], 0 where a weight has none."""
+        """Offsets [N, K / block], 0 for weights without."""
         rows = [weight.made.offsets if weight.form.offsets else None for weight in self.weights]
         shapes = ((weight.outputs, self.blocks) for weight in self.weights)
         found = [np.zeros(shape, np.float32) if x is None else x for x, shape in zip(rows, shapes, strict=True)]
         return np.concatenate(found)
 
     def _pairs_inner(self) -> np.ndarray:
-        """The first matrices of the pairs, [K, R]."""
+        """First matrices of the pairs, [K, R]."""
         pairs = [pair for weight in self.weights for pair in weight.form.pairs]
         return np.concatenate(
             [np.zeros((self.inputs, 0), np.float32), *(_float(value_of(p.a).t()) for p in pairs)], axis=1
         )
 
     def _pairs_outer(self) -> np.ndarray:
-        """The second matrices of the pairs with their scale, each at the columns of its weight, [R, N]."""
+        """Second matrices of the pairs, scaled, each at its weight's columns, [R, N]."""
         outer = np.zeros((self.rank, self.outputs), np.float32)
         column = row = 0
         for weight in self.weights:
@@ -236,7 +233,7 @@ class Product(ABC):
         def values() -> np.ndarray:
             found = np.ascontiguousarray(read().astype(dtype.numpy(), copy=False))
             self.left.discard(part)
-            if not self.left:  # the last that was made of the blocks
+            if not self.left:  # the last part made of the blocks
                 for weight in self.weights:
                     weight.forget()
             return found
@@ -245,7 +242,7 @@ class Product(ABC):
 
 
 class BlockProduct(Product):
-    """com.microsoft::MatMulNBits, which reads blocks, scales and zero points as BlockWeight has them."""
+    """com.microsoft::MatMulNBits, whose blocks, scales and zero points are BlockWeight's."""
 
     domain = CONTRIB
 
@@ -297,7 +294,7 @@ class BlockProduct(Product):
         return thin
 
     def _folded(self, op: str, inputs: list[ir.Value], shape: list[int], part: str, **attributes: Any) -> ir.Value:
-        """The result of a node over constants, behind the casts of what is stored."""
+        """A node over constants, after casts of the stored ones."""
         node = ir.node(op, inputs, attributes, name=f"{self.name}.{part}")
         node.outputs[0].name = node.name
         made = inputs[0].producer()
@@ -333,7 +330,7 @@ class DequantizedProduct(Product):
 
 
 class PluginProduct(Product):
-    """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word; scales in half precision too."""
+    """still::MatMulNBits, with BlockWeight's parts in words of four bytes; scales may be half precision."""
 
     domain, takes_offsets = DOMAIN, True
     op = MATMUL_NBITS.name
@@ -355,10 +352,10 @@ class PluginProduct(Product):
         return found
 
     def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
-        """What is stored, in the node's order, and the node's attributes."""
+        """The node's stored inputs in order, and its attributes."""
         attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
         if LEAST in self.values:
-            attributes["zero_code"] = 0  # codes count from 0
+            attributes["zero_code"] = 0  # codes start at 0
         return [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)], attributes
 
     def _held(self) -> dict[str, ir.Value]:
@@ -378,7 +375,7 @@ class PluginProduct(Product):
 
     @property
     def _offsets(self) -> str:
-        """What is added to the numbers of a block: of half precision scales what codes of 0 stand for, which is what their files hold."""
+        """Name of the offsets added to a block: with half precision scales the value of code 0, as in files."""
         return LEAST if self.offsets and self.weights[0].scale_type != self.dtype else "offsets"
 
 
@@ -395,7 +392,7 @@ class SuperBlockProduct(PluginProduct):
 
 
 def store_super_blocks(model: ir.Model, name: str, weights: Sequence[StoredWeight]) -> dict[str, ir.Value]:
-    """Words and numbers of K-quants, one weight below the other, by part."""
+    """Words and numbers of K-quants, weights concatenated along the outputs, by part."""
     bits, supers = weights[0].super_blocks.bits, weights[0].inputs // SUPER
     outputs = sum(weight.outputs for weight in weights)
 
@@ -439,7 +436,7 @@ PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedP
 
 
 def _least(weight: BlockWeight) -> np.ndarray:
-    """What codes of 0 stand for, [N, K / block]; where there are no offsets, what makes them 0."""
+    """The value of code 0, [N, K / block]; without offsets, the one that makes them 0."""
     offsets = 0 if weight.offsets is None else weight.offsets
     return np.asarray(offsets - MIDDLE * weight.scales)
 

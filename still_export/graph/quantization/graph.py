@@ -1,4 +1,4 @@
-"""From products and rows of weights to those of quantized weights, which are rounded when they are written."""
+"""Replace products and rows of weights by those of quantized weights, which are rounded when written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantize_graph(
     forms: Mapping[str, Form],
     rounded: dict[str, float],
 ) -> dict[str, Any]:
-    """Replace the nodes that read weights which the policy quantizes, in place.
+    """Replace the nodes that read weights that the policy quantizes, in place.
 
     Args:
         model: From `lower_program`; its initializers have the model's names.
@@ -69,7 +69,7 @@ def quantize_graph(
         product = kind_of(model, list(dict.fromkeys(weight for weight, _ in group)))
         product.write([node for _, node in group])
         places += [product.place] if product.place else []
-    for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
+    for weight, node in gathers:  # after the products: rows of a tied embedding use the head's blocks
         (_write_super_rows if weight.form.super_blocks else _write_rows)(model, weight, node)
     quantize_experts(model, stacks)
     for domain in {
@@ -82,7 +82,7 @@ def quantize_graph(
 
 
 def _readers(model: ir.Model, weight: StoredWeight) -> tuple[list[ir.Node], list[ir.Node]]:
-    """The products and the Gathers that read a weight, which is taken out of the graph."""
+    """The products and the Gathers that read a weight; the weight is removed from the graph."""
     value = model.graph.initializers.pop(weight.name)
     weight.dtype = value.dtype or ir.DataType.FLOAT
     products: list[ir.Node] = []
@@ -113,7 +113,7 @@ def _halve(model: ir.Model, name: str, weight: Weight) -> None:
 
 
 def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
-    """Rows of a weight; the head's blocks, where they are tied, in the shape of rows: the same bytes of the file."""
+    """Replace rows of a weight; if tied, reuse the head's bytes in another shape."""
     name, initializers = weight.name, model.graph.initializers
     if f"{name}.{ROWS}" not in initializers:
         head = initializers.get(f"{name}.blocks")
@@ -143,7 +143,7 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
 
 
 def _write_super_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
-    """Rows of K-quants; the head's, where they are tied."""
+    """Replace rows of K-quants; if tied, the head's."""
     initializers, part = model.graph.initializers, K_QUANT[weight.form.bits]
     held = [initializers.get(f"{weight.name}.{name}") for name in (part, "numbers")]
     if None in held:
@@ -156,7 +156,7 @@ def _write_super_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> N
 
 
 def _last_scales(weight: StoredWeight) -> np.ndarray:
-    """The scales of a weight whose codes are written before them, so that it can go."""
+    """A weight's scales, written after its codes, so that it can be dropped."""
     scales = np.ascontiguousarray(weight.made.scales.astype(weight.scale_type.numpy()))
     weight.forget()
     return scales

@@ -13,26 +13,26 @@ from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE
 
 SCHEMES = ("int8", "int4", "fp8")
 FLOAT8 = "fp8"
-"""The scheme of weights in e4m3, whose products round tokens to that, too."""
+"""The scheme of e4m3 weights; its products also round tokens to e4m3."""
 FLOAT8_BLOCK = 128
-"""Inputs of an output of such a weight that share a scale, where not all do."""
+"""Inputs that share a scale in such a weight, if not all of an output do."""
 NODES = "com.microsoft", "dequantized", "plugin"
-"""What computes with low-bit weights: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
+"""What computes with low-bit weights: ONNX Runtime's own nodes, standard nodes that dequantize, this project's kernels."""
 RUNTIME, DEQUANTIZED, PLUGIN = NODES
 GPTQ = "gptq"
-"""The method that rounds a weight against what it multiplies, by GPTQModel (calibrate.py)."""
+"""The method that rounds a weight against its inputs, by GPTQModel (calibrate.py)."""
 METHODS = ("rtn", GPTQ)
 HALF = 16
-"""Bits of a weight in half precision, which is cast to the model's type when it is read."""
+"""Bits of a half precision weight, which is cast to the model's type when read."""
 DEFAULT_METHOD = "rtn"
-"""Least and largest weight of a block are the ends of its codes, which are rounded to nearest."""
+"""Codes span the smallest to largest weight of a block, rounded to nearest."""
 LORA = ("apart", "merged")
 DEFAULT_LORA = "apart"
 """The demo model, int4: mean KL 0.0000 nats on 2,048 tokens apart from the exact blocks of its Q4_1 base, 0.264 merged and rounded."""
 
 
 def parse_budget(said: str) -> float:
-    """The share that "+1%" says: 0.01.
+    """The fraction in "+1%": 0.01.
 
     Raises:
         ConfigError: It is no such text.
@@ -74,12 +74,12 @@ class Layout:
 
 
 ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True, adapters=True)
-"""What ONNX Runtime's own kernels read."""
+"""What ONNX Runtime's own kernels support."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Bits of a role's weights by scheme, None: as they are, and why."""
+    """Bits of a role's weights by scheme (None: unchanged), and the reason."""
 
     int8: int | None
     int4: int | None
@@ -109,7 +109,7 @@ POLICY = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """What an export is asked for.
+    """Requested quantization.
 
     Args:
         scheme: Of SCHEMES.
@@ -129,7 +129,7 @@ class Quantization:
     layout: Layout = ONNXRUNTIME
     adapters: bool = False
     to: str = "onnx"
-    block_given: bool = field(init=False)
+    has_block: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = (
@@ -142,7 +142,7 @@ class Quantization:
                 raise unknown(value, known, f"--{flag} {value}")
         if self.adapters and not self.layout.adapters:
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
-        object.__setattr__(self, "block_given", bool(self.block_size))
+        object.__setattr__(self, "has_block", bool(self.block_size))
         sizes = self.layout.block_sizes
         if self.float8:
             self._check_float8()
@@ -165,7 +165,7 @@ class Quantization:
         return self.scheme == FLOAT8
 
     def _check_float8(self) -> None:
-        """Raise ConfigError for what weights in e4m3 have not."""
+        """Raise ConfigError for options that e4m3 weights lack."""
         if not self.layout.float8:
             raise ConfigError(
                 f"--quantize {self.scheme}: {self.layout.form} has no weights in e4m3. Export with --to onnx --dtype float16 and --arch "
@@ -177,19 +177,19 @@ class Quantization:
             )
 
     def fitted(self, sizes: Sequence[int]) -> Quantization:
-        """With the commonest of a source's block `sizes`, where none was asked for and the target has it."""
+        """With the commonest of the source's block `sizes`, if none was requested and the target supports it."""
         usual = next((size for size, _ in Counter(sizes).most_common(1)), 0)
         known = (FLOAT8_BLOCK,) if self.float8 else self.layout.block_sizes if self.block_size else ()
-        if self.block_given or usual not in known:
+        if self.has_block or usual not in known:
             return self
         return replace(self, block_size=usual)
 
     def bits(self, role: str) -> int | None:
-        """Bits of the weights of `role`; None: as they are."""
+        """Bits of the weights of `role`; None: unchanged."""
         return None if role == EMBEDDING and not self.layout.rows else POLICY[role].bits(self.scheme)
 
     def block_of(self, bits: int, inputs: int) -> int:
-        """Weights that share a scale, of a product with `inputs` in `bits`."""
+        """Weights that share a scale, for a product with `inputs` in `bits`."""
         if self.float8:
             return self.block_size or inputs
         return self.block_size if bits < 8 or self.layout.blocks_of_eight else inputs
@@ -222,7 +222,7 @@ def account(
 
 
 def demand_float8(scheme: str | None, archs: Sequence[str]) -> None:
-    """Raise UnsupportedError for weights in e4m3 beside architectures that do not multiply them."""
+    """Raise UnsupportedError for e4m3 weights on GPUs without e4m3 products."""
     from still_kernels.dense_matmul.plan import FLOAT8_ARCH
 
     older = [arch for arch in archs if int(arch.removeprefix("sm_")) < FLOAT8_ARCH]
@@ -234,8 +234,7 @@ def demand_float8(scheme: str | None, archs: Sequence[str]) -> None:
 
 
 def rounds_activations(manifest: Mapping[str, Any]) -> bool:
-    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, and ours beside float32 or of
-    weights in e4m3."""
+    """Whether the package's products round activations to 8 bits: ONNX Runtime's own do; ours do in float32 and with e4m3 weights."""
     quantization = manifest.get("quantization") or {}
     nodes = quantization.get("nodes")
     return (

@@ -15,13 +15,13 @@ from still_export.models.read.blocks import BlockWeight, Float8Weight, joined, p
 from still_export.models.read.rows import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
-"""Weights that are rounded at once."""
+"""Weights rounded at a time."""
 RTN_WEIGHTS = 1 << 19
-"""The same with zero points: temporaries then stay in a processor's cache, a quarter of the time of onnxruntime.quantization."""
+"""The same with zero points: temporaries then fit the processor's cache, in a quarter of onnxruntime.quantization's time."""
 ALMOST_HALF = 0.5 - 2.0**-25
-"""What a float32 of at least 0 is raised by before it is cut off to round it, halves up: 0.5 would lift the number before 0.5, too."""
+"""Added to a float32 of at least 0 before truncation, to round half up; 0.5 would also round up the number just below 0.5."""
 LEAST_SCALE = 2.0**-24
-"""Of float16: what is less would be stored as 0, which TensorRT refuses."""
+"""Smallest float16: smaller scales would be stored as 0, which TensorRT refuses."""
 
 
 def quantize(weight: torch.Tensor, bits: int, block_size: int, zero_points: bool = True) -> BlockWeight:
@@ -61,7 +61,7 @@ def float8(weight: torch.Tensor, block_size: int) -> Float8Weight:
 
 
 def relative_error(made: BlockWeight, weight: torch.Tensor) -> float:
-    """What rounding `weight` [N, K] to `made` changed: the norm of the difference by that of the weight."""
+    """Norm of the rounding error divided by the norm of `weight` [N, K]."""
     lost = whole = row = 0.0
     for slab in map(lambda x: x.float().numpy(), _slabs(weight)):
         rows = slice(int(row), int(row) + len(slab))
@@ -82,7 +82,7 @@ def _slabs(weight: torch.Tensor, size: int = SLAB_WEIGHTS) -> tuple[torch.Tensor
 
 @contextmanager
 def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as PyTorch has, in which it has one: it would divide each of a slab's small steps, and wait at its end."""
+    """As many threads as PyTorch uses, each with one PyTorch thread: otherwise PyTorch would split each small step and wait."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -93,7 +93,7 @@ def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """onnxruntime.quantization sets up the process's logging when it is imported, and logs every step."""
+    """Silence onnxruntime.quantization, which configures logging at import and logs every step."""
     root, handler = logging.getLogger(), logging.NullHandler()
     root.addHandler(handler)
     try:
@@ -104,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _positive(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
-    """To nearest around 0. The other symmetric form of onnxruntime.quantization has the signed extreme of a block as scale."""
+    """Symmetric rounding to nearest with positive scales; onnxruntime.quantization's uses the signed extreme of a block."""
     with _quiet():
         from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor
 
@@ -117,7 +117,7 @@ def _positive(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
 
 
 def _rtn(weight: torch.Tensor, bits: int, block_size: int) -> BlockWeight:
-    """Of 8 bits around the middle, with the signed extreme of a block at the least code."""
+    """Rounding with the signed extreme of a block at the smallest code; 8 bits around the middle."""
     most, middle = (1 << bits) - 1, 1 << (bits - 1)
     values = weight.float().unflatten(1, (-1, block_size))
     low, high = values.amin(-1).clamp_max_(0), values.amax(-1).clamp_min_(0)
@@ -130,5 +130,5 @@ def _rtn(weight: torch.Tensor, bits: int, block_size: int) -> BlockWeight:
 
 
 def _codes(values: torch.Tensor, most: int) -> torch.Tensor:
-    """`values`, which are lost, rounded to the nearest of 0 to `most`."""
+    """`values` (overwritten) rounded to the nearest of 0 to `most`."""
     return values.clamp_(0, most).add_(ALMOST_HALF).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The weights that a quantized package computes with, read back from its graph."""
+"""Read back the weights that a quantized package computes with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WHOLE = slice(None)
 TOGETHER_READ = 1 << 22
-"""Numbers of a weight that one thread reads back at once."""
+"""Numbers that one thread decodes at a time."""
 
 
 def held_model(
@@ -42,7 +42,7 @@ def held_model(
     manifest: dict[str, Any],
     rounded: bool = False,
 ) -> Any:
-    """The PyTorch model with the weights of the package in `folder`, which is the original where that is not quantized.
+    """The PyTorch model with the weights of the package in `folder`; the original's if it is not quantized.
 
     Args:
         options: What was exported; its `dtype` is the model's.
@@ -82,12 +82,12 @@ def held_source(
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
-    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with."""
+    """The model `source` with the package's quantized weights, if any: those its runtime uses."""
     return _with_held(source, folder / MODEL, manifest, device)
 
 
 def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
-    """The same of the head that guesses tokens ahead of the model `source`, where the package has it."""
+    """The same for the MTP head of `source`, if the package has one."""
     assert source.ahead is not None
     return _with_held(source.ahead(), folder / HEAD, manifest)
 
@@ -109,8 +109,7 @@ def _with_held(
 
 
 def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]:
-    """The weights in blocks of a graph of the package in `folder`, by their names in it: their inputs as the blocks have them, None: in
-    order."""
+    """Names of a graph's quantized weights, with the order of their inputs in the blocks; None: unchanged."""
     from still_export.graph.weights_file import load_graph
 
     parts = {name: value.const_value for name, value in load_graph(folder / graph).graph.initializers.items()}
@@ -132,7 +131,7 @@ def _as_type(
     device: str,
     rows: slice = WHOLE,
 ) -> Tensor:
-    """Rows of a weight of this shape in `dtype`, read by as many threads as PyTorch has."""
+    """Rows of a weight of this shape in `dtype`, decoded by as many threads as PyTorch has."""
     first, last, _ = rows.indices(shape[0])
     found = torch.empty((last - first, *shape[1:]), dtype=dtype, device=device)
     size = max(1, TOGETHER_READ * shape[0] // max(1, math.prod(shape)))
@@ -154,14 +153,16 @@ def held_rows(
     device: str = "cpu",
     rounded: torch.dtype | None = None,
 ) -> dict[str, Callable[[slice], Tensor]]:
-    """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight. What is
-    nothing but blocks is computed on `device`, from where its codes go, and `rounded` as `held_source` says."""
+    """Readers of rows (float32) of a graph's quantized weights, by the model's names.
+
+    `sizes`: outputs of each weight. Plain blocks are decoded on `device`, `rounded` as in `held_source`.
+    """
     import onnx_ir as ir
 
     from still_export.graph.weights_file import load_graph
 
     parts = {name: value.const_value for name, value in load_graph(path).graph.initializers.items()}
-    loading = Lock()  # a tensor maps its file once, at the first look
+    loading = Lock()  # a tensor maps its file once, at the first access
 
     def array(name: str) -> np.ndarray:
         with loading:
@@ -252,7 +253,7 @@ def held_rows(
 
 
 def _dequantized(held: BlockWeight, device: str | torch.device, rounded: torch.dtype | None = None) -> Tensor:
-    """`BlockWeight.dequantized` on a device, bit for bit, where no product with a zero point is `rounded`."""
+    """`BlockWeight.dequantized` on a device, bit for bit unless products with zero points are `rounded`."""
     packed, scales = (
         torch.from_numpy(np.require(x, requirements=("C", "W"))).to(device) for x in (held.packed, held.scales)
     )
@@ -274,8 +275,7 @@ def round_activations(
     scheme: str = "",
     head: bool = False,
 ) -> None:
-    """Let the products with the weights `names` round what they read to 8 bits: block by block, as MatMulNBits does on CPUs, or token by
-    token to e4m3, as kernels for weights in that do.
+    """Round the inputs of products with the weights `names` to 8 bits: by block like MatMulNBits on CPUs, or by token to e4m3.
 
     Args:
         names: With the inputs as the blocks have them, None: in order.
@@ -299,7 +299,7 @@ def round_activations(
 
 
 def in_e4m3(x: Tensor) -> Tensor:
-    """x [..., K] with each token rounded to e4m3 of its own scale."""
+    """x [..., K] with each token rounded to e4m3 with its own scale."""
     from still_kernels.dense_matmul.plan import rounded_tokens
 
     codes, scales = rounded_tokens(x)
@@ -307,7 +307,7 @@ def in_e4m3(x: Tensor) -> Tensor:
 
 
 def eight_bits(x: Tensor, block_size: int) -> Tensor:
-    """x [..., K] with each block of K rounded to the 255 steps between minus and plus its largest value."""
+    """x [..., K] with each block of K rounded to 255 steps between plus and minus its largest magnitude."""
     blocks = x.unflatten(-1, (-1, block_size))
     step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
     return ((blocks / step).round() * step).flatten(-2)

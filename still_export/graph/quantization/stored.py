@@ -1,4 +1,4 @@
-"""What a graph stores of a quantized weight: initializers whose values are made when they are written."""
+"""A quantized weight in a graph: initializers whose values are made when written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_graphs.edits import put_in_place, store
 
 
 class StoredWeight:
-    """A weight [N, K] in its form, made once for all that is stored of it; `rounded` gets its error where a source's codes are rounded."""
+    """A weight [N, K] in its form, made once for all its parts. `rounded` receives its error if a source's codes are rounded again."""
 
     def __init__(
         self, name: str, weight: Weight, form: Form, asked: Quantization, role: str, rounded: dict[str, float]
@@ -31,7 +31,7 @@ class StoredWeight:
 
     @property
     def made(self) -> BlockWeight:
-        """Its blocks, kept until `forget`."""
+        """Its blocks, cached until `forget`."""
         if self._made is None:
             base, bits = self.form.base, self.form.bits
             assert base is not None
@@ -69,7 +69,7 @@ class StoredWeight:
 
     @property
     def super_blocks(self) -> SuperBlocks:
-        """What the source has, of a form with them."""
+        """The source's K-quants, for a form that copies them."""
         base = self.form.base
         assert isinstance(base, Deferred) and base.super_blocks is not None
         return base.super_blocks
@@ -84,30 +84,30 @@ class StoredWeight:
 
     @property
     def scale_type(self) -> ir.DataType:
-        """Of its scales in the file."""
+        """Type of its scales in the file."""
         return ir.DataType.FLOAT16 if self.form.half_scales and self.dtype == ir.DataType.FLOAT else self.dtype
 
     @property
     def rank(self) -> int:
-        """Columns that its pairs have in `inner`."""
+        """Columns of its pairs in `inner`."""
         return sum(int(pair.a.shape[0]) for pair in self.form.pairs)
 
 
 def store_values(
     model: ir.Model, name: str, shape: list[int], dtype: ir.DataType, read: Callable[[], np.ndarray]
 ) -> ir.Value:
-    """An initializer whose values are made when they are written."""
+    """An initializer whose values are made when written."""
     tensor = ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
     return store(model.graph, tensor)
 
 
 def cast_value(model: ir.Model, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """A stored weight in another type; ONNX Runtime casts once, when it loads the graph."""
+    """A stored weight cast to another type; ONNX Runtime casts once, at load."""
     return at_start(model, ir.node("Cast", [stored], {"to": int(dtype)}, name=f"{stored.name}.cast"), stored, dtype)
 
 
 def at_start(model: ir.Model, node: ir.Node, stored: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """The result of a node over the `stored` weight, whose shape it keeps, before all others."""
+    """The result of a node over the `stored` weight, of the same shape, placed first in the graph."""
     output = node.outputs[0]
     output.name, output.shape, output.type = f"{stored.name}.value", stored.shape, ir.TensorType(dtype)
     model.graph.insert_before(model.graph[0], node)
@@ -115,7 +115,7 @@ def at_start(model: ir.Model, node: ir.Node, stored: ir.Value, dtype: ir.DataTyp
 
 
 def replace_nodes(model: ir.Model, nodes: list[ir.Node], values: list[ir.Value]) -> None:
-    """Let `values` stand where the results of `nodes` did, under their names; a Transpose that only they read goes with them."""
+    """Replace the results of `nodes` by `values` under the same names; a Transpose with no other reader is removed."""
     for node, value in zip(nodes, values, strict=True):
         old, weight = node.outputs[0], node.inputs[1] if node.op_type == "MatMul" else None
         put_in_place(old, value)

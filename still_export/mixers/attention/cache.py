@@ -1,4 +1,4 @@
-"""What a cache holds of one softmax attention layer."""
+"""The cache of one softmax attention layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from still_export.mixers.kept import narrower
+from still_export.mixers.cache_type import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
 from still_kernels.attention.call import bind_decode
 from still_kernels.attention.meaning import AttentionState, Inputs
@@ -31,7 +31,7 @@ class AttentionLayer(KernelStateLayer[AttentionState]):
         missing = columns - state.rows
         if missing <= 0:
             return state
-        # An eighth more keeps the copies of a long decode rare.
+        # Growing by an eighth keeps copies rare in a long decode.
         room = max(missing, state.rows // 8)
         self.owned = True
         padded = {

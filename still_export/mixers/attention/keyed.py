@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.cache_layer import layer_of
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.projections import ProjectedAttention
 from still_kernels.attention.meaning import Compute, Of
 
@@ -19,7 +19,7 @@ class Keyed(nn.Module):
 
     layer_idx: int
     cache: str | None = None
-    """Type that keys and values are kept in; None: their own."""
+    """Type of cached keys and values; None: the activations'."""
 
     def layer(self, key: Tensor) -> AttentionLayer:
         """A cache layer for keys [B, T, HK, D]."""
@@ -28,7 +28,7 @@ class Keyed(nn.Module):
     def attended(
         self, attend: Compute[Of], kind: type[Of], heads: tuple[Tensor, Tensor, Tensor], cache: Any, **more: Any
     ) -> Tensor:
-        """What `attend` gives of `kind`, made of query, key, value and `more`; `cache` takes the keys and values in."""
+        """The output of `attend` on a `kind` of inputs made of query, key, value and `more`; `cache` is updated."""
         query, key, value = heads[0], *(rounded(x, self.cache) for x in heads[1:])
         layer = layer_of(cache, self.layer_idx, AttentionLayer, "keeps keys")
         if layer is None:

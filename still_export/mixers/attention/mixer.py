@@ -28,7 +28,7 @@ def sizes(config: Any) -> dict[str, int]:
 
 
 class KeysMixer(Mixer):
-    """Layers that keep keys and values.
+    """Layers that cache keys and values.
 
     as_numbers: Why these cannot be kept in 8 bits; "": they can.
     """
@@ -49,7 +49,7 @@ class KeysMixer(Mixer):
         return module
 
     def made(self, base: nn.Module, config: Any, index: int) -> ProjectedAttention:
-        """The module of layer `index`, which takes over what `base` has."""
+        """The module of layer `index`, with the submodules of `base`."""
         raise NotImplementedError
 
 

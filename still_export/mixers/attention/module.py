@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.cache_layer import layer_of
-from still_export.mixers.kept import rounded
-from still_export.mixers.projections import ProjectedAttention, wants_gradients
+from still_export.mixers.cache_type import rounded
+from still_export.mixers.projections import ProjectedAttention, needs_gradients
 from still_kernels.attention.call import attention, attention_, fastest_attention
 from still_kernels.attention.meaning import AttentionState, Inputs
 
@@ -37,7 +37,7 @@ class SoftmaxAttention(ProjectedAttention):
 
     def _update(self, inputs: Inputs, layer: AttentionLayer) -> Tensor:
         query, traced = inputs.query, torch.compiler.is_compiling()
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or needs_gradients(query)):
             step = layer.decode_step(inputs)
             if step is not None:
                 assert inputs.new_tokens is not None and layer.length is not None
@@ -49,8 +49,8 @@ class SoftmaxAttention(ProjectedAttention):
         return output
 
     def _attend(self, inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
-        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
+        # The op is one node for export and has no derivative; training calls the kernel itself, which has one.
+        training = needs_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return fastest_attention(inputs, state, in_place=in_place and not training)
         return attention(inputs, state)

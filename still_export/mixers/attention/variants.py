@@ -1,4 +1,4 @@
-"""Softmax attention as the linear families have it in their softmax layers."""
+"""Softmax attention in the softmax layers of linear families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_export.mixers.roles import GATE, PROJECTION
 
 
 class GatedHeads(ProjectedAttention):
-    """Positions in float32, and a gate for each head, which the layer's input makes, where the model has gates."""
+    """float32 positions, and optionally a gate for each head, computed from the layer's input."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(ProjectedAttention.weight_roles, PROJECTION),
@@ -34,7 +34,7 @@ class GatedHeads(ProjectedAttention):
 
 
 class GatedAttention(SoftmaxAttention):
-    """Qwen3.5 and Qwen3-Next: the query's projection has a gate of the output beside each head."""
+    """Qwen3.5 and Qwen3-Next: the query projection also has an output gate for each head."""
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         assert position_embeddings is not None and self.q_norm is not None and self.k_norm is not None
@@ -59,7 +59,7 @@ class OlmoHybridAttention(SoftmaxAttention):
 
 
 class GraniteAttention(SoftmaxAttention):
-    """Granite 4, and others without positions: logits of another scale, which queries take; positions where the model has them."""
+    """Granite 4 and models without positions: queries are scaled differently; positions are optional."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__(base, head_dim)
@@ -75,7 +75,7 @@ class GraniteAttention(SoftmaxAttention):
 
 
 class FalconH1Attention(SoftmaxAttention):
-    """Falcon-H1: keys have a factor."""
+    """Falcon-H1: keys are scaled."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__(base, head_dim)
@@ -89,7 +89,7 @@ class FalconH1Attention(SoftmaxAttention):
 
 
 class Lfm2Attention(SoftmaxAttention):
-    """LFM2: other names."""
+    """LFM2: other names of projections."""
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
         ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"), PROJECTION
@@ -114,7 +114,7 @@ class Lfm3Attention(GatedHeads, SoftmaxAttention):
 
 
 class HypeAttention(SoftmaxAttention):
-    """HypeNet: queries of another scale, which grows with their place where the model says so, and a gate of the output."""
+    """HypeNet: queries with another scale, which may grow with position, and an output gate."""
 
     weight_roles: ClassVar[dict[str, str]] = {**SoftmaxAttention.weight_roles, "o_gate.weight": GATE}
 
@@ -148,9 +148,9 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Lfm3Attention": Lfm3Attention,
     "HypeAttention": HypeAttention,
 }
-"""By the class of transformers that each takes the place of; others are plain."""
+"""By transformers' class that each replaces; other classes are plain."""
 
 
 def module_for(base: nn.Module, head_dim: int) -> SoftmaxAttention:
-    """The module in the place of `base`, with heads of `head_dim` channels."""
+    """The module that replaces `base`, with heads of `head_dim` channels."""
     return _VARIANTS.get(type(base).__name__, SoftmaxAttention)(base, head_dim)

@@ -1,4 +1,4 @@
-"""What a cache holds of one layer: keys and values, and the sums of keys that blocks are chosen by, or what else is chosen by."""
+"""The cache of one layer: keys and values, and the sums of keys, or other values, by which blocks are chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockState(AttentionState):
 
 
 class RowsLayer(AttentionLayer):
-    """The states of one layer, of which `kept` has a row for each `stride` tokens beside keys and values.
+    """The states of one layer: keys, values, and `kept` with one row for each `stride` tokens.
 
     Args:
         heads, dim, cache: Of keys and values.
@@ -56,7 +56,7 @@ class RowsLayer(AttentionLayer):
 
 
 class BlockLayer(RowsLayer):
-    """Row j of the sums is of the keys from `stride` j on."""
+    """Row j of the sums covers the keys from `stride` * j on."""
 
     of, kept = BlockState, "key_sum"
 

@@ -1,4 +1,4 @@
-"""BlockSelected: the attention of a layer whose tokens read chosen blocks."""
+"""BlockSelected: attention to chosen blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
 from still_export.mixers.block_attention.settings import BlockSettings, checked_choice
 from still_export.mixers.cache_layer import layer_of
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
 from still_export.mixers.trainable import Trainable, TrainableModule
@@ -33,7 +33,7 @@ from still_kernels.select_blocks.spec import SELECT_BLOCKS
 
 
 class BlockSelected(SoftmaxAttention):
-    """Causal softmax attention to chosen blocks, with the projections and norms of the module that it replaces.
+    """Causal softmax attention to chosen blocks, with the projections and norms of the replaced module.
 
     Args:
         choice: Attributes of SelectBlocks.
@@ -43,9 +43,9 @@ class BlockSelected(SoftmaxAttention):
         super().__init__(base, head_dim)
         self.choice = dict(choice)
         self.watch: Watch | None = None
-        """Called with the choices of a call, and may replace them."""
+        """Called with the choices of a call; may replace them."""
         self.readers: tuple[int, ...] = ()
-        """Layers that read this one's blocks."""
+        """Layers that reuse this layer's blocks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         key, value = rounded(key, self.cache), rounded(value, self.cache)
@@ -81,7 +81,7 @@ class BlockSelected(SoftmaxAttention):
 
 
 class ReusedBlocks(BlockSelected):
-    """The same with the blocks that layer `source` has chosen in the call: it keeps no sums of keys.
+    """BlockSelected with the blocks that layer `source` chose in the same call; stores no sums of keys.
 
     Args:
         source: An earlier layer, which chooses its own.
@@ -108,7 +108,7 @@ class TrainableReusedBlocks(TrainableModule, ReusedBlocks):
 
 
 class SalaSparse(BlockSelected):
-    """MiniCPM-SALA's: with a gate of the output."""
+    """MiniCPM-SALA's BlockSelected, with an output gate."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
@@ -129,14 +129,14 @@ class SalaSparse(BlockSelected):
 
 
 def choice_of(config: Any) -> dict[str, int]:
-    """The attributes of SelectBlocks in a model with the STILL family configuration `config`: the family's own, or what it stores."""
+    """The attributes of SelectBlocks for the STILL family configuration `config`: the family's or STILL's."""
     choice = (config if hasattr(config, "block_choice") else config.still).block_choice()
     by_call = int(config.still.deployment.whole_prompts)
     return checked_choice({**choice, "switch_by_call": by_call}, "the choice of blocks")
 
 
 class BlockAttentionMixer(KeysMixer):
-    """Layers of type "block_attention", of families that choose blocks from the start."""
+    """Layers of type "block_attention", in families that choose blocks from the start."""
 
     name = "block_attention"
     of_families = by_prompts = True
@@ -156,7 +156,7 @@ class BlockAttentionMixer(KeysMixer):
 
 
 class SelectedBlocksMixer(BlockAttentionMixer):
-    """Layers of type "selected_blocks", which softmax layers become without training."""
+    """Layers of type "selected_blocks", converted from softmax layers without training."""
 
     name = SELECTED
     settings = tuple(f.name for f in fields(BlockSettings))

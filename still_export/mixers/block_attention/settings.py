@@ -1,4 +1,4 @@
-"""How a model's layers of type "selected_blocks" choose, and what of it does not fit."""
+"""Settings of layers of type "selected_blocks", and their checks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from still_graphs.errors import ConfigError
 from still_kernels.select_blocks.spec import SELECT_BLOCKS, fault_of, slots_of
 
 COARSE = 4
-"""Times the fine means' stride and length are those of the coarse ones, as InfLLM-V2 has them; of single keys once, an exact softmax."""
+"""Ratio of the coarse means' stride and length to the fine ones', as in InfLLM-V2; 1 for single keys (an exact softmax)."""
 
 
 def means_of(block: int) -> dict[str, int]:
-    """`mean_stride` and `mean_length` of blocks of so many tokens, in MiniCPM-SALA's proportions; of single tokens the keys themselves."""
+    """`mean_stride` and `mean_length` for blocks of `block` tokens, in MiniCPM-SALA's proportions; for single tokens the keys
+    themselves."""
     return {"mean_stride": max(1, block // 4), "mean_length": max(1, block // 2)}
 
 
 def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
-    """The attributes of SelectBlocks, of which `given` in `source` leaves out those that follow.
+    """The attributes of SelectBlocks, completed from `given`, which `source` has.
 
     Raises:
         ConfigError: They do not fit each other.

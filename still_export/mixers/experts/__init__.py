@@ -1,1 +1,1 @@
-"""Experts and the router in front of them: traced ops, and the module in the place of a family's block."""
+"""Experts and their router: traced ops, and the module that replaces a family's block."""

@@ -1,4 +1,4 @@
-"""Router, experts and what lies beside them, in the place of a family's block."""
+"""Router, experts and the modules around them, replacing a family's block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from still_kernels.route.meaning import margins, naive_route, route
 from still_kernels.route.spec import ROUTE
 
 BIAS = "e_score_correction_bias"
-"""Added to scores where experts are chosen; float32 in a model of any type."""
+"""Added to scores when experts are chosen; float32 in any model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "Qwen3NextTopKRouter": _softmax,
     "LaraMiniTopKRouter": _softmax,
     "Qwen3MoeTopKRouter": _softmax,
-    "GraniteMoeHybridTopKRouter": _softmax,  # over the logits of the chosen: the same
+    "GraniteMoeHybridTopKRouter": _softmax,  # equal to a softmax over the logits of the chosen
     "MiniMaxTopKRouter": _softmax,
     "JambaTopKRouter": lambda base: Routing(base.top_k, normalize=0),
     "Lfm2MoeTopKRouter": _sigmoid,
@@ -61,9 +61,9 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "NemotronHTopkRouter": _groups,
 }
 ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "silu": "swiglu", "ReLUSquaredActivation": "relu2"}
-"""The op's by the names of classes and functions."""
+"""The op's activations by names of classes and functions."""
 SCORES = ("moe_router_activation_func", "scoring_func", "score_function", "topk_method")
-"""Fields of published configurations that name the router; the last one of those with a correction bias."""
+"""Fields of published configurations that name the router; the last is one with a correction bias."""
 SHARED, SHARED_GATE = ("shared_expert", "shared_experts"), "shared_expert_gate"
 NARROW, WIDEN = "fc1_latent_proj", "fc2_latent_proj"
 
@@ -96,7 +96,7 @@ class Router(nn.Module):
             raise ConfigError(f"a token goes to {at.k} experts and has {candidates} of {number} to choose from.")
 
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the margins of a call's choices; gives experts to go to; see `naive_route`."""
+        """Called with the margins of a call's choices; returns experts to use instead; see `naive_route`."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         inputs = RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing))
@@ -123,7 +123,7 @@ class Stacked(nn.Module):
         self.gate_up: nn.Parameter = base.gate_up_proj if gated else base.up_proj
         self.down: nn.Parameter = base.down_proj
         self.rounded: Callable[[Tensor], Tensor] | None = None
-        """What a runtime makes of all that the matrices read."""
+        """Applied to all inputs of the matrices, to imitate a runtime's rounding."""
 
     def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         return experts(Inputs(hidden, expert, weight, self.gate_up, self.down, self.activation, self.rounded))[0]
@@ -170,12 +170,16 @@ class RoutedExperts(nn.Module):
             mixed = getattr(self, WIDEN)(mixed)
         if self.shared is None:
             return mixed
-        beside = getattr(self, self.shared)(hidden)
-        return mixed + (getattr(self, SHARED_GATE)(hidden).sigmoid() * beside if hasattr(self, SHARED_GATE) else beside)
+        shared_output = getattr(self, self.shared)(hidden)
+        return mixed + (
+            getattr(self, SHARED_GATE)(hidden).sigmoid() * shared_output
+            if hasattr(self, SHARED_GATE)
+            else shared_output
+        )
 
 
 def swap_experts(layer: nn.Module, config: Any) -> None:
-    """Replace the blocks of experts of a family's layer, in place; errors: see RoutedExperts.
+    """Replace the expert blocks of a family's layer, in place; errors: see RoutedExperts.
 
     Raises:
         UnsupportedModelError: The configuration names a router that the family's class is not, which does not read that name.

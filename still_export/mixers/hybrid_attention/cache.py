@@ -1,4 +1,4 @@
-"""What a cache holds of one hybrid attention layer."""
+"""The cache of one hybrid attention layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from still_export.errors import CapacityError
 from still_export.mixers.cache_layer import stay
-from still_export.mixers.kept import narrower
+from still_export.mixers.cache_type import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
 from still_kernels.hybrid_attention.call import bind_decode
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -20,7 +20,7 @@ from still_kernels.launcher import Bound
 
 
 class HybridLayer(KernelStateLayer[HybridAttentionState]):
-    """State of one hybrid attention layer; in a static cache with its window factors, for a capture can copy none from the host."""
+    """State of one hybrid attention layer; a static cache includes its window factors, because a capture cannot copy them from the host."""
 
     of = HybridAttentionState
 
@@ -41,7 +41,7 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
         needed = min(self.config.capacity_slots, self.config.slots_for(columns))
         if needed <= state.slots:
             return state
-        # Doubling keeps the copies of a long decode rare.
+        # Doubling keeps copies rare in a long decode.
         return with_slots(state, min(self.config.capacity_slots, max(needed, 2 * state.slots)))
 
     def bind(self, inputs: Inputs, state: HybridAttentionState) -> Bound | None:
@@ -63,7 +63,7 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
 
 
 def with_slots(state: HybridAttentionState, slots: int) -> HybridAttentionState:
-    """`state` with its salient cache padded with empty slots to `slots`."""
+    """`state` with its salient cache padded to `slots` slots."""
     more = slots - state.slots
     grown = {s.name: s.growth.axis for s in HYBRID_ATTENTION.states if s.growth is not None}
     return replace(

@@ -1,4 +1,4 @@
-"""One module that can be teacher and student: the same projections with softmax, with hybrid attention, or with both compared."""
+"""One module as teacher and student: the same projections with softmax, with hybrid attention, or with both compared."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TrainableAttention(StillAttention):
         return self.o_proj(output.flatten(2))
 
     def _watch(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
-        """The selection's loss where gradients are, what it aims at where none are."""
+        """The selection's loss if gradients are needed, its target otherwise."""
         rows = len(positions)
         query, key = query[:rows], key[:rows]
         with torch.autocast(query.device.type, enabled=False):
@@ -72,7 +72,7 @@ class TrainableAttention(StillAttention):
         return self._attend(*arguments)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
-        # The kernel chooses its own precision: S, z and the features are float32 whatever the GEMMs around it use.
+        # The kernel chooses its own precision: S, z and features are float32 whatever the GEMMs around it use.
         with torch.autocast(query.device.type, enabled=False):
             exponent = self.window_factor_exponent
             factor = None if exponent is None else window_factor(exponent.float())
@@ -86,7 +86,7 @@ def window_factor(exponent: Tensor) -> Tensor:
 
 
 def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list[TrainableAttention]:
-    """Turn the model's StillAttention modules into TrainableAttention, in place; names of parameters stay as they are.
+    """Convert the model's StillAttention modules to TrainableAttention, in place; parameter names stay.
 
     Args:
         learn_window_factors: Give each a frozen `window_factor_exponent` that starts at the configuration's factors.
@@ -103,7 +103,7 @@ def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list
 
 
 def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, target: Tensor | None = None) -> Tensor:
-    """How far the tokens that far queries attend to are from being salient.
+    """How far the tokens that far queries attend to are from being selected as salient.
 
     Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
     softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
@@ -151,7 +151,7 @@ def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) ->
     attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
     beyond = far // chunk <= (index // chunk - 2)[..., None]
     weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)
-    weight[..., 0] = 0  # position 0 is salient whatever it scores
+    weight[..., 0] = 0  # position 0 is always salient
     return weight
 
 

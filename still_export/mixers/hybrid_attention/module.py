@@ -1,4 +1,4 @@
-"""StillAttention: takes the place of a family's self-attention module and keeps its projections."""
+"""StillAttention replaces a family's self-attention module and uses its projections."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from still_export.mixers.cache_layer import layer_of
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.kept import rounded
-from still_export.mixers.projections import ProjectedAttention, wants_gradients
+from still_export.mixers.projections import ProjectedAttention, needs_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention.call import hybrid_attention as kernel
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -27,13 +27,13 @@ OPEN_GATE_BIAS = 8.0
 
 
 class HybridOpModule(ProjectedAttention):
-    """Calls still::HybridAttention on what a cache holds."""
+    """Calls still::HybridAttention on a cache's state."""
 
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
         super().__init__(base, config.head_dim)
         self.still = config
         self.watch: Watch | None = None
-        """Told what a call selects, and may replace it."""
+        """Called with a call's selection; may replace it."""
 
     @property
     def selects(self) -> bool:
@@ -41,12 +41,12 @@ class HybridOpModule(ProjectedAttention):
 
     @property
     def constants(self) -> dict[str, Sequence[float]]:
-        """By name, inputs of the op that are the configuration's, [H]: constants of a graph, in which layers of a kind differ."""
+        """Inputs of the op that are configuration constants [H], by name; layers of a kind differ in them."""
         factor = self.still.window_factor
         return {} if factor is None else {"window_factor": factor}
 
     def attend(self, tensors: Sequence[Tensor | None], past_key_values: Any) -> Tensor:
-        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in.
+        """Attention [B, T, H, D] of new tokens to themselves and the cache, which is updated.
 
         Args:
             tensors: Query, key and value after norm and RoPE, gate or None, the two feature weights.
@@ -68,7 +68,7 @@ class HybridOpModule(ProjectedAttention):
 
     def _update(self, inputs: Inputs, layer: HybridLayer) -> Tensor:
         query, traced = inputs.query, torch.compiler.is_compiling()
-        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or wants_gradients(query)):
+        if query.is_cuda and query.shape[1] == 1 and layer.owned and not (traced or needs_gradients(query)):
             step = layer.decode_step(inputs)
             if step is not None:
                 assert inputs.new_tokens is not None and layer.length is not None
@@ -82,18 +82,18 @@ class HybridOpModule(ProjectedAttention):
         return output
 
     def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
-        # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        # The op is one node for export and has no derivative; training calls the kernel itself, which has one.
         if self.watch is not None:
             inputs = replace(inputs, window_factor=inputs.factor(self.still))
             return chunked_hybrid_attention(inputs, self.still, state, self.watch)
-        training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
+        training = needs_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return kernel(inputs, self.still, state, in_place=in_place)
         return hybrid_attention(inputs, self.still, state)
 
 
 class StillAttention(HybridOpModule):
-    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces."""
+    """Hybrid attention with the projections, and query and key norms, of the replaced module."""
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
         "g_proj.weight": GATE,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.paged import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention.call import refusals
@@ -53,13 +53,13 @@ class PagedHybridAttention(PagedLayer):
         rule = SLOTS.resolve(self.config.attributes())
         return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype, linear)
 
-    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
-        query, key, value = given.heads
-        query, key = given.turn(query, key)
+    def inputs(self, packed: PagedTokens) -> dict[str, Tensor]:
+        query, key, value = packed.heads
+        query, key = packed.turn(query, key)
         cache = self.config.cache
         made = {"query": query, "key": rounded(key, cache), "value": rounded(value, cache)}
-        if "g_proj" in given.projected:
-            made["gate"] = torch.sigmoid(given.projected["g_proj"]).view(query.shape)
+        if "g_proj" in packed.projected:
+            made["gate"] = torch.sigmoid(packed.projected["g_proj"]).view(query.shape)
         return made
 
     def attend(

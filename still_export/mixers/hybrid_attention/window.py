@@ -1,4 +1,4 @@
-"""Softmax over the latest tokens: hybrid attention without salient tokens and linear terms, whose state is as large as the window."""
+"""Softmax over the latest tokens: hybrid attention without salient tokens and linear terms; its state is a window."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.hybrid_attention.module import HybridOpModule
-from still_export.mixers.kept import rounded
 from still_export.mixers.layers import head_size
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 
 def window_of(config: Any, tokens: int) -> HybridAttentionConfig:
-    """The op of a layer that sees the `tokens` latest tokens, of a model with the STILL family configuration `config`."""
+    """The op of a layer with a window of `tokens` tokens, for the STILL family configuration `config`."""
     return HybridAttentionConfig(
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -35,20 +35,20 @@ def window_of(config: Any, tokens: int) -> HybridAttentionConfig:
 
 
 class WindowModule(HybridOpModule):
-    """The projections of the module that it replaces, and a window of softmax."""
+    """The projections of the replaced module, and a softmax window."""
 
     def windowed(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
-        """Attention [B, T, H, D] of new tokens, after norm and RoPE, to the window before each."""
+        """Attention [B, T, H, D] of new tokens, after norm and RoPE, to their windows."""
         key, value = rounded(key, self.still.cache), rounded(value, self.still.cache)
         if past_key_values is None:
             return windowed_attention(query, key, value, self.still.window)
-        # features of the linear terms, of which there are none
+        # features of the linear terms, which are absent
         nothing = query.new_zeros(self.still.num_heads, 1, self.head_dim)
         return self.attend((query, key, value, None, nothing, nothing), past_key_values)
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """Softmax attention of query [B, T, H, D] to the `window` latest of key and value [B, T, HK, D], its own among them: [B, T, H, D]."""
+    """Softmax attention of query [B, T, H, D] to the `window` latest of key and value [B, T, HK, D], including its own: [B, T, H, D]."""
     tokens = query.shape[1]
     window = min(window, tokens)
     count = -(-tokens // window)

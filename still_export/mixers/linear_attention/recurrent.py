@@ -1,4 +1,4 @@
-"""Linear attention as a layer calls it: on the states of a cache, or on whole sequences without one."""
+"""Linear attention for a layer: on a cache's states, or on whole sequences without one."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class Fitted(TrainableModule, LinearizedAttention):
                 left = []
                 for value in values:
                     put(torch.full((self.num_heads,), value, dtype=torch.float64, device=hidden.device))
-                    left.append(unexplained(self.mixed(row, *self._beside(row), first, None), target[:1]))
+                    left.append(unexplained(self.mixed(row, *self._own_outputs(row), first, None), target[:1]))
                 put(torch.tensor(values, dtype=torch.float64, device=hidden.device)[torch.stack(left).argmin(0)])
-        rows = self.mixed(hidden, *self._beside(hidden), position_embeddings, None)
+        rows = self.mixed(hidden, *self._own_outputs(hidden), position_embeddings, None)
         rows, wanted, inputs = (x.double().flatten(0, 1) for x in (rows, target, hidden))
         count = max(1, int(FITTED * len(inputs)))
         rows = self._fit_gates(rows, wanted, inputs, count)

@@ -34,12 +34,12 @@ class PagedLinearized(PagedLinearAttention):
         self.projections = kind.projections(dim)
         self.head_weights = kind.head_weights(heads, dim)
 
-    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
-        made = self.kind.op_inputs(given.heads, given.projected, given.weights, given.turn)
+    def inputs(self, packed: PagedTokens) -> dict[str, Tensor]:
+        made = self.kind.op_inputs(packed.heads, packed.projected, packed.weights, packed.turn)
         return {name: x for name, x in made.items() if x is not None}
 
-    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
-        return self.kind.gated(self.kind.normed(output), given.projected, given.weights)
+    def result(self, output: Tensor, window: Tensor | None, packed: PagedTokens) -> Tensor:
+        return self.kind.gated(self.kind.normed(output), packed.projected, packed.weights)
 
 
 class LinearizedGLAMixer(FixedStatesMixer):

@@ -26,16 +26,16 @@ from still_export.mixers.roles import GATE, NORM
 from still_kernels.linear_attention.meaning import Inputs
 
 SHORTEST, LONGEST = 16.0, 4096.0
-"""Tokens after which fresh memories keep 1/e: spread evenly on a logarithmic scale."""
+"""Tokens after which fresh memories decay to 1/e, spaced evenly on a logarithmic scale."""
 OPEN_GATE = 1.2784645
 """silu of it is 1."""
 NORM_EPSILON = 1e-6
 LOW_RANK = 16
-"""Of GLA's decay."""
+"""Rank of GLA's decay."""
 
 
 class LinearizedAttention(ProjectedAttention):
-    """What both rules share: normed output per head, times a scale per channel and a gate, into the base's output projection.
+    """Shared by both rules: normed output per head, scaled per channel and gated, then the base's output projection.
 
     Args:
         head_dim: D.
@@ -66,20 +66,19 @@ class LinearizedAttention(ProjectedAttention):
 
     @classmethod
     def projections(cls, dim: int) -> dict[str, PagedProjection]:
-        """Linear layers of the hidden states that a base's attention does not have, by name."""
+        """Linear layers of hidden states that a base's attention lacks, by name."""
         return {"z_proj": PagedProjection(dim, bias=True)}
 
     @classmethod
     def head_weights(cls, heads: int, dim: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of its other parameters, by name; the first dimension is heads."""
+        """Shapes of the other new parameters, by name; the first dimension is heads."""
         return {"output_scale": (heads, dim)}
 
     @classmethod
     def rule_inputs(
         cls, query: Tensor, key: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor], turn: Turn
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query [.., H, D] and key [.., HK, D] as the rule reads them, its decay [.., H, D or 1] and beta [.., H] or None, the last two in
-        at least float32.
+        """The rule's query [.., H, D], key [.., HK, D], decay [.., H, D or 1] and beta [.., H] or None, the last two in at least float32.
 
         Args:
             query, key: Before RoPE.
@@ -104,13 +103,13 @@ class LinearizedAttention(ProjectedAttention):
 
     @staticmethod
     def normed(output: Tensor) -> Tensor:
-        """The rule's outputs [.., H, D], each of root mean square 1, in at least float32."""
+        """The rule's outputs [.., H, D] divided by their root mean square, in at least float32."""
         rows = output.to(torch.promote_types(output.dtype, torch.float32))
         return rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + NORM_EPSILON)
 
     @staticmethod
     def gated(rows: Tensor, projected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
-        """`normed` outputs with their scales and gates, in the type of these."""
+        """`normed` outputs, scaled and gated, in the gates' type."""
         gate = silu(projected["z_proj"]).unflatten(-1, rows.shape[-2:])
         return (rows * weights["output_scale"] * gate).to(gate.dtype)
 
@@ -122,7 +121,7 @@ class LinearizedAttention(ProjectedAttention):
         return fill(parameter.shape, dtype=parameter.dtype)
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        projected, weights = self._beside(hidden)
+        projected, weights = self._own_outputs(hidden)
         rows = self.mixed(hidden, projected, weights, position_embeddings, past_key_values)
         return self.o_proj(self.gated(rows, projected, weights).flatten(2))
 
@@ -145,8 +144,8 @@ class LinearizedAttention(ProjectedAttention):
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
             return self.normed(output[:, :, :, 0])
 
-    def _beside(self, hidden: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the projections of its own make of hidden states, and its other parameters."""
+    def _own_outputs(self, hidden: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Outputs of the layer's own projections for `hidden`, and its other parameters."""
         projected = {name: self.get_submodule(name)(hidden) for name in self.projections(self.head_dim)}
         names = self.head_weights(self.num_heads, self.head_dim)
         return projected, {name: self.get_parameter(name) for name in names}
@@ -156,7 +155,7 @@ class LinearizedGLA(LinearizedAttention):
     """The gated rule with a decay per key channel, of low rank."""
 
     rule, per_key = "gated", True
-    # Of so few inputs no block of a quantized weight can be made, and nothing saved.
+    # So few inputs fit no block of a quantized weight, and would save nothing.
     weight_roles = LinearizedAttention.weight_roles | {"gk_proj.0.weight": GATE, "gk_proj.1.weight": NORM}
     fresh = (*LinearizedAttention.fresh, "gk_proj.")
 
@@ -170,7 +169,7 @@ class LinearizedGLA(LinearizedAttention):
             random = torch.Generator().manual_seed(self.layer_idx)
             start = torch.randn(parameter.shape, generator=random) * parameter.shape[1] ** -0.5
             return start.to(parameter.dtype)
-        if name == "gk_proj.1.bias":  # channels that RoPE turns fast are of the near past
+        if name == "gk_proj.1.bias":  # channels that RoPE rotates fast represent the near past
             return gate_bias(self.head_dim, torch.ones(self.num_heads)).flatten().to(parameter.dtype)
         return super().initial(name)
 
@@ -216,16 +215,16 @@ class LinearizedGatedDeltaNet(LinearizedAttention):
 
 
 def memories(count: int) -> Tensor:
-    """Tokens after which `count` fresh memories keep 1/e, shortest first, [count]."""
+    """Tokens after which `count` fresh memories decay to 1/e, shortest first, [count]."""
     return torch.logspace(math.log10(SHORTEST), math.log10(LONGEST), count)
 
 
 def step_bias(tokens: Tensor) -> Tensor:
-    """`dt_bias` of Gated DeltaNet's heads that keep 1/e after so many tokens, with A_log 0."""
+    """`dt_bias` of Gated DeltaNet heads that decay to 1/e after `tokens`, with A_log 0."""
     return torch.expm1(1 / tokens).log()
 
 
 def gate_bias(dim: int, factors: Tensor) -> Tensor:
-    """Bias of GLA's decays [H, D] of channels whose memories are fresh ones times `factors` [H]."""
+    """Bias of GLA's decays [H, D] for fresh memories times `factors` [H]."""
     half = memories(dim // 2).to(factors)
     return -torch.expm1(LOGIT_NORMALIZER / (factors[:, None] * torch.cat((half, half)))).log()

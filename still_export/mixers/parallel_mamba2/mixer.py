@@ -9,13 +9,13 @@ from torch import nn
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import BesideFixedStates
+from still_export.mixers.fixed import WithFixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_kernels.attention.meaning import AttentionState
 
 
-class AttentionAndFixedStates(BesideFixedStates[AttentionState], AttentionLayer):
+class AttentionAndFixedStates(WithFixedStates[AttentionState], AttentionLayer):
     """Keys and values, and beside them the states of the other ops."""
 
 

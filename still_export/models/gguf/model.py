@@ -19,7 +19,7 @@ _LEAVES = (
     *("time_faaaa", "time_decay", "time_decay_w1", "time_decay_w2", "time_maa_w1", "time_maa_w2"),
     *(f"time_maa_{part}" for part in "xwkvrg"),
 )
-"""Ends of names of parameters that have no `.weight` behind them."""
+"""Suffixes of parameters that do not end with `.weight`."""
 
 
 def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Config, dict[str, Deferred]]:
@@ -57,7 +57,7 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
         full = _named(prefix, target, part)
         edit = (
             AS_IT_IS if target in architecture.joined else edits.get(f"{prefix}{target}", edits.get(target, AS_IT_IS))
-        )  # a file that has it whole
+        )  # a file that has it as a whole
         if full == f"{prefix}{target}.bias":
             edit = Edit(edit.rows)
         if "{}" in target:
@@ -76,7 +76,7 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
 
 
 def _kind(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What decides which experts are asked is float32 in a model of any type."""
+    """float32 for parameters that select experts, else `dtype`."""
     return torch.float32 if name.endswith(("expert_bias", "e_score_correction_bias")) else dtype
 
 
@@ -108,7 +108,7 @@ def _joined(
 def _missing_biases(
     view: View, architecture: Architecture, found: Mapping[str, Deferred], dtype: torch.dtype
 ) -> dict[str, Deferred]:
-    """Zeros for projections without a bias where others of their group have one, in any layer."""
+    """Zero biases for projections without one if others of their group have one in any layer."""
     added = {}
     always = architecture.biases if view.file.architecture == "qwen2" else ()
     for group in architecture.biases:

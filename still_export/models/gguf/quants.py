@@ -1,4 +1,4 @@
-"""GGUF's types of tensors: values, and blocks as they are where kernels read them."""
+"""GGUF's tensor types: decoded values, and blocks in formats that kernels read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> 
 
 
 def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
-    """Rows of a type of BLOCKS, uint8 [N, bytes], their codes as they are.
+    """Rows of a type in BLOCKS, uint8 [N, bytes], with unchanged codes.
 
     Raises:
         CheckpointError: A scale or an offset is no number.
@@ -59,7 +59,7 @@ def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
 
 
 def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
-    """Blocks whose values are a scale times whole numbers, which dividing by it gives back."""
+    """Blocks of scale * integer values; dividing by the scale recovers the codes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -81,7 +81,7 @@ def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
 
 
 def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
-    """Codes of 0 to 31, whose fifth bits lie apart, with offsets."""
+    """Codes of 0 to 31, whose fifth bits are stored separately, with offsets."""
     from gguf.quants import Q4_K
 
     outputs, wide = len(raw), kind == "Q5_K"
@@ -102,13 +102,13 @@ def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     else:  # low halves are the first 16 codes, high ones the others
         low = np.concatenate([blocks[..., 8:] & 15, blocks[..., 8:] >> 4], axis=-1)
         high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")
-    # MatMulNBits subtracts 128. Codes around 0 multiply what rounding a token's values errs by less.
+    # MatMulNBits subtracts 128. Codes around 0 amplify rounding errors of a token's values less.
     codes = (low | high << 4) + np.uint8(128 - 16)
     return BlockWeight(codes.reshape(outputs, -1, BLOCK), scales, None, 8, least + 16 * scales)
 
 
 def checked_rows(rows: np.ndarray, kind: str, origin: str) -> np.ndarray:
-    """Rows of a type of FORMS, uint8 [N, bytes], as they are.
+    """Rows of a type in FORMS, uint8 [N, bytes], unchanged.
 
     Raises:
         CheckpointError: A scale is no number.

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files as weights: what llama.cpp's converter did is undone, and blocks stay where that moves whole ones."""
+"""GGUF tensors as weights: llama.cpp's conversion is undone; blocks stay if that moves whole ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file, or one expert's part of it.
+    """A tensor of the file, or one expert's part.
 
     Args:
         expert: Its number in the first dimension; None: all.
@@ -37,18 +37,18 @@ class Stored:
 
     @property
     def kind(self) -> str:
-        """Its type by GGUF's name."""
+        """GGUF's name of its type."""
         return str(self.tensor.tensor_type.name)
 
     @property
     def shape(self) -> torch.Size:
-        """In PyTorch's order."""
+        """Shape in PyTorch's order."""
         whole = torch.Size(int(size) for size in reversed(self.tensor.shape))
         return whole if self.expert is None else whole[1:]
 
     @property
     def raw(self) -> np.ndarray:
-        """Its rows as the file has them, [N, ...]."""
+        """Its rows as stored, [N, ...]."""
         return np.asarray(self.tensor.data if self.expert is None else self.tensor.data[self.expert])
 
     def values(self) -> Tensor:
@@ -56,13 +56,13 @@ class Stored:
         return dequantized(self.raw, self.tensor.tensor_type, self.shape, f"{self.tensor.name} in {self.origin}")
 
     def halves(self) -> Tensor:
-        """The same in the file's type of 16 bits."""
+        """The values in the file's 16-bit type."""
         halves = torch.from_numpy(np.array(self.raw).view(np.int16)).view(_HALVES[self.kind])
         return halves.reshape(self.shape)
 
 
 def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = AS_IT_IS) -> Deferred:
-    """The weight `name`: rows of `parts` one below the other, edited, as `dtype`."""
+    """The weight `name`: rows of `parts` concatenated, edited, as `dtype`."""
     first = parts[0]
     shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
     if edit.flat:
@@ -90,7 +90,7 @@ def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = 
 
 
 def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
-    """A weight of all experts, which is read one expert at a time."""
+    """A weight of all experts, read one expert at a time."""
 
     def part(number: int) -> Tensor:
         return _read(name, [Stored(stored.tensor, stored.origin, number)], AS_IT_IS, dtype)
@@ -101,7 +101,7 @@ def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
 
 
 def zeros(count: int, dtype: torch.dtype) -> Deferred:
-    """A bias that the file does not have and the family has."""
+    """A bias that the family has and the file lacks."""
     return Deferred(torch.Size((count,)), dtype, lambda: torch.zeros(count, dtype=dtype))
 
 
@@ -117,7 +117,7 @@ def _read(name: str, parts: Sequence[Stored], edit: Edit, dtype: torch.dtype | N
 
 
 def _whole_blocks(columns: np.ndarray | None, size: int) -> np.ndarray | slice | None:
-    """Blocks of `size` columns in the order of `columns`; None: they tear blocks apart."""
+    """Order of blocks of `size` columns for the column order `columns`; None: it splits blocks."""
     if columns is None:
         return slice(None)
     if len(columns) % size:

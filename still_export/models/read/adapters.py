@@ -1,4 +1,4 @@
-"""A LoRA adapter for a package that takes one while it runs: its pairs as the package's inputs."""
+"""A LoRA adapter for a package that accepts one at run time: its pairs as the package's inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, 
 
 
 def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair, ...]]:
-    """The LoRA pairs of the adapter `path` by the weight that they are added to.
+    """The LoRA pairs of the adapter `path`, by the weight they adapt.
 
     Args:
         manifest: Of a package that was exported with --adapters.
@@ -83,7 +83,7 @@ def adapter_inputs(path: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndar
 
 
 def adapter_digest(inputs: Mapping[str, np.ndarray]) -> str:
-    """Of the numbers that an adapter adds: a state depends on them."""
+    """Digest of an adapter's numbers; states depend on them."""
     content = hashlib.sha256()
     for name, array in sorted(inputs.items()):
         content.update(f"{name} {array.shape}".encode() + array.tobytes())

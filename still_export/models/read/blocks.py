@@ -10,7 +10,7 @@ import numpy as np
 from still_kernels.dense_matmul.spec import NUMBERS
 
 CACHED = 1 << 16
-"""Weights that are read back at once, which a processor's cache holds: a pass over all of them costs as much as the arithmetic."""
+"""Weights decoded at a time, which fit the processor's cache: a pass over all of them costs as much as the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BlockWeight:
         return values.reshape(outputs, -1)
 
     def split(self, size: int) -> BlockWeight:
-        """The same weight in blocks of `size`, which divides its own: parts of a block have its scale and zero point."""
+        """The same weight in blocks of `size`, a divisor of its own; parts of a block share its scale and zero point."""
         outputs, blocks, width = self.packed.shape
         times = width * 8 // self.bits // size
         if times == 1:
@@ -66,7 +66,7 @@ class BlockWeight:
         return replace(self, packed=packed, scales=scales, zero_points=zero, offsets=offsets)
 
     def with_positive_scales(self, dtype: np.dtype) -> BlockWeight:
-        """The same weight, to the bit, by scales that are more than 0 in `dtype`, which TensorRT demands; without zero points.
+        """The same weight, bit for bit, with scales above 0 in `dtype`, as TensorRT requires; without zero points.
 
         A negative scale turns its sign: codes become their complements, whose numbers are one scale less, which the offset adds. Of a scale
         that is 0 in `dtype` codes stand for 0.
@@ -83,19 +83,19 @@ class BlockWeight:
         return replace(self, packed=packed, scales=scales, offsets=offsets)
 
     def rows(self, order: np.ndarray | slice) -> BlockWeight:
-        """The same weight with its outputs in another order, or some of them."""
+        """The weight with its outputs permuted, or a subset."""
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
         return replace(self, packed=self.packed[order], scales=self.scales[order], zero_points=zero, offsets=offsets)
 
     def columns(self, order: np.ndarray | slice) -> BlockWeight:
-        """The same weight without zero points, its blocks of inputs in another order."""
+        """The weight without zero points and with its blocks of inputs permuted."""
         assert self.zero_points is None
         offsets = None if self.offsets is None else self.offsets[:, order]
         return replace(self, packed=self.packed[:, order], scales=self.scales[:, order], offsets=offsets)
 
 
 class Float8Weight(BlockWeight):
-    """The same of codes in e4m3: w = scale * number."""
+    """A block weight with e4m3 codes: w = scale * number."""
 
     def dequantized(self) -> np.ndarray:
         values = np.array(NUMBERS, np.float32)[self.packed] * self.scales[:, :, None].astype(np.float32)
@@ -103,7 +103,7 @@ class Float8Weight(BlockWeight):
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes along the last axis as bytes; an odd number of 4-bit codes is filled up with 0."""
+    """Codes along the last axis as bytes; an odd number of 4-bit codes is padded with 0."""
     if bits == 8:
         return codes.astype(np.uint8)
     if codes.shape[-1] % 2:
@@ -120,7 +120,7 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def joined(parts: Iterable[BlockWeight], outputs: int) -> BlockWeight:
-    """Rows of several weights below each other, `outputs` in all; each part may go as soon as the next one is asked for."""
+    """Rows of several weights concatenated, `outputs` in all; each part may be freed once the next is requested."""
     whole: BlockWeight | None = None
     row = 0
     for part in parts:

@@ -22,9 +22,9 @@ from still_export.models.read.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.read.weights import Deferred
 
 MADV_PAGEOUT = 21
-"""Of Linux' madvise: pages are written where they were changed, and dropped."""
+"""Linux' madvise flag: write back changed pages, and drop all."""
 EXPERTS_DIM = 3
-"""Dimensions of a tensor that holds all experts of a layer, or a convolution."""
+"""Dimensions of a tensor with all experts of a layer, or a convolution."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_infinities(value: Any) -> Any:
-    """`value` with numbers in the place of what transformers writes for those that JSON has not: {"__float__": "Infinity"}."""
+    """`value` with transformers' JSON form of infinities replaced: {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -83,7 +83,7 @@ def open_tensors(
         return _dequantizing(raw, dtype, quantized, files[0].parent)
     tensors: dict[str, Deferred] = {}
     for path in files:
-        for name, tensor in iterate_tensors(path):  # a view of the file: no page of it is read yet
+        for name, tensor in iterate_tensors(path):  # a view of the file: nothing is read yet
             _demand_float(name, tensor, str(path))
             as_type, kind = partial(checked, name, tensor, origin=str(path)), _kind(name, dtype)
             tensors[name] = Deferred(
@@ -100,7 +100,7 @@ def open_tensors(
 
 
 def _part(name: str, tensor: Tensor, origin: str, number: int) -> Tensor:
-    """One of the first dimension, in the file's type."""
+    """One entry of the first dimension, in the file's type."""
     return checked(name, tensor[number], None, origin)
 
 
@@ -112,7 +112,7 @@ def _kind(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 def _dequantizing(
     raw: Mapping[str, Tensor], dtype: torch.dtype | None, quantized: Mapping[str, Any], folder: Path
 ) -> dict[str, Deferred]:
-    """Those of a quantized checkpoint, with the codes of their weights."""
+    """Tensors of a quantized checkpoint, with their codes."""
     from still_export.models.quantized import dequantizing
 
     def read(name: str, weight: Tensor | Deferred) -> Tensor:
@@ -155,7 +155,7 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
 
 
 def in_range(name: str, tensor: Tensor, dtype: torch.dtype, origin: str = "") -> Tensor:
-    """`tensor` as `dtype`; what is no number before stays none.
+    """`tensor` as `dtype`; values that are not finite stay so.
 
     Raises:
         CheckpointError: A finite value becomes infinite.
@@ -171,7 +171,7 @@ def in_range(name: str, tensor: Tensor, dtype: torch.dtype, origin: str = "") ->
 
 
 def give_pages_back() -> None:
-    """Let the system have the pages of safetensors files that were read: mapped, they count as this process's memory."""
+    """Release the mapped pages of safetensors files that were read; they count as this process's memory."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -184,7 +184,7 @@ def give_pages_back() -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite, without a temporary of the tensor's size."""
+    """Whether all values are finite, without a temporary of the tensor's size."""
     if tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor)

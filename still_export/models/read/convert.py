@@ -1,4 +1,4 @@
-"""Other people's tensor names: released STILL checkpoints, LoLCATs' published ones, LoRA adapters."""
+"""Convert other projects' tensor names: released STILL checkpoints, LoLCATs, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PREFIXES = (
     ("model.backbone.", "backbone."),
 )
 _OF_BASE = ("layers.", "embed_tokens.", "norm.", "embedding_norm.", "embeddings.", "norm_f.", "final_layernorm.")
-"""How names in files of a model without its head begin, which have no "model." before them."""
+"""Prefixes of names in files of a model without its head, which lack "model."."""
 
 
 def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
-    """Names as the family has them: wrappers of PEFT and of the training code removed, the base's prefix where a file leaves it out."""
+    """The family's names: wrappers of PEFT and training code removed, the base's prefix added where missing."""
     result = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("module.")
@@ -113,13 +113,13 @@ def layers_with_maps(tensors: Mapping[str, Any], layers: int) -> tuple[str, ...]
 
 
 def released_config(config: Mapping[str, Any], still: StillConfig | None = None) -> StillConfig:
-    """The STILL configuration of a released checkpoint: what its config.json says, else `still`, else the training code's defaults."""
+    """The STILL configuration of a released checkpoint: config.json's, else `still`, else the training code's defaults."""
     known = {name: config[name] for name in ("chunk_size", "salient_per_chunk") if name in config}
     return replace(still or StillConfig(), profile="released", gate_bias=False, **known)
 
 
 def released_family(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
-    """The family of a checkpoint whose config.json says only "still": by its tensors."""
+    """The family of a checkpoint whose config.json says only "still", by its tensors."""
     for key in ("base_model_type", "base_arch"):
         if isinstance(config.get(key), str):
             return config[key]
@@ -172,14 +172,14 @@ def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) ->
         feature_map="softmax_pm",
         feature_dim=rows,
         gate="none",
-        mix_epsilon=1e-12,  # none in LoLCATs; this much keeps the derivative finite at padding
+        mix_epsilon=1e-12,  # LoLCATs has none; this keeps the derivative finite at padding
         window_factors=tuple(factors.get(i, ones) for i in range(layers)) if factors else None,
         layer_types=types,
     )
 
 
 def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str) -> dict[str, Weight]:
-    """Add every pair of LoRA tensors to the weight that it adapts, when that is read.
+    """Add every LoRA pair to its weight, lazily.
 
     Args:
         adapter: adapter_config.json with `lora_alpha` and `r`; None where the checkpoint has none.
@@ -208,7 +208,7 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
     for module, pair in pairs.items():
         target = f"{module}.weight"
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
-            # A gate of low rank is LoRA's product alone: a fresh gate's weight is zero and not stored.
+            # A low-rank gate is only LoRA's product: a fresh gate's weight is zero and not stored.
             shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype
             zero = partial(torch.zeros, shape, dtype=dtype)
             result[target] = Deferred(shape, dtype, zero, adapted=Adapted(None, ()))

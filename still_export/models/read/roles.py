@@ -1,4 +1,4 @@
-"""The role of each of a model's weights, as its modules tell them."""
+"""The role of each weight, from the model's modules."""
 
 from __future__ import annotations
 

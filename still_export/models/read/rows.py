@@ -1,4 +1,4 @@
-"""Tensors of an adapter in 8 or 6 bits a number: integers, and beside them, under names of their own, what a row is multiplied with."""
+"""Adapter tensors in 8 or 6 bits: integers, and scales of rows under names of their own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from still_export.errors import CheckpointError
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SCALE = ".scale"
-"""After the name of a tensor of integers: that of its rows' scales."""
+"""Suffix for the scales of a tensor's rows."""
 DIAGONAL = ".diagonal"
-"""Likewise: what stands on the diagonals of square matrices whose rows have 6 bits."""
+"""Suffix for the diagonals of square matrices whose rows have 6 bits."""
 PARTS = (SCALE, DIAGONAL)
 GREATEST = {8: 127, 6: 31}
-"""By bits: the magnitude of a row's greatest number."""
+"""Largest magnitude by bits."""
 
 
 def is_part(name: str, names: Collection[str]) -> bool:
-    """Whether `name` is not a tensor itself but belongs to another of `names`."""
+    """Whether `name` is a part of another tensor of `names`."""
     return any(name.endswith(end) and name.removesuffix(end) in names for end in PARTS)
 
 
@@ -55,7 +55,7 @@ def int6_rows(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rounded(wide: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     greatest = GREATEST[bits]
-    # Divided by the scale as it is stored; where that was rounded down, the greatest value is cut by less than a step.
+    # Divided by the stored scale; if it was rounded down, the largest value is clipped by less than a step.
     scale = (wide.abs().amax(-1) / greatest).half().clamp_min(torch.finfo(torch.float16).tiny)
     if not bool(scale.isfinite().all()):
         raise CheckpointError(
@@ -65,7 +65,7 @@ def _rounded(wide: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def from_rows(rows: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """The float32 tensor of `int8_rows` or `int6_rows`; `rows` themselves where no `parts`, by the ends of their names, belong to them.
+    """The float32 tensor of `int8_rows` or `int6_rows`; `rows` themselves without `parts`, which are keyed by suffix.
 
     Raises:
         CheckpointError: The parts are not those of the rows.

@@ -1,4 +1,4 @@
-"""The model that an export, or the manifest of one, describes."""
+"""The model that export options, or a manifest, describe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.models.load import Source, open_source, source_dtype
 
 
 class ModelOptions(Protocol):
-    """Which model, and how it is read; ExportOptions are."""
+    """Which model, and how to read it; implemented by ExportOptions."""
 
     @property
     def model(self) -> str: ...
@@ -27,17 +27,17 @@ class ModelOptions(Protocol):
     def vision(self) -> bool: ...
 
     def still_config(self) -> StillConfig | None:
-        """The STILL configuration asked for, None where nothing was."""
+        """The requested STILL configuration, or None."""
 
     def deployment(self) -> dict[str, Any]:
-        """What is asked of any model's STILL configuration."""
+        """Deployment fields of the STILL configuration."""
 
 
 def find_source(options: ModelOptions) -> Source:
-    """The model that `options` describe, its weights unread."""
+    """The model of `options`, its weights unread."""
     dtype = options.dtype
     if dtype == "auto" and source_dtype(options.model, options.revision) == torch.bfloat16:
-        # Most checkpoints are stored so, and ONNX Runtime's CPU provider has no bfloat16: the package would run almost nowhere.
+        # Most checkpoints are bfloat16, which ONNX Runtime's CPU provider lacks: the package would run almost nowhere.
         dtype = "float32"
     return open_source(
         options.model,

@@ -1,5 +1,5 @@
-"""GGUF's K-quants, whose blocks have whole numbers for scales: as files have them, and as kernels of ours read them (the OpSpec of
-MatMulNBits), with no bit lost on the way."""
+"""GGUF's K-quants, whose blocks have integer scales: as files store them, and in the layout that MatMulNBits' OpSpec defines, without
+loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from still_export.gguf.types import FORMS
 from still_kernels.matmul_nbits.spec import SUPER, TILE, WORDS
 
 SLAB_ROWS = 4096
-"""Outputs that are laid anew at once: a head has more codes than an export should hold as bytes."""
+"""Outputs converted at a time: a head has more codes than should be in memory as bytes."""
 SLAB_BYTES = 1 << 20
-"""Numbers that are made at once: they stay in a cache."""
+"""Numbers made at a time, so that they stay in the cache."""
 LOW, TWO = np.uint32(0x0F0F0F0F), np.uint32(0x03030303)
-"""Of each of four bytes, the codes' low bits and two of their high ones."""
+"""Masks for each of four bytes: a code's low bits, and two high ones."""
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
-"""Where two bits each lie in a byte."""
+"""Shifts of four 2-bit fields in a byte."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def tile_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def from_tiles(words: np.ndarray, numbers: np.ndarray, bits: int) -> np.ndarray:
-    """The weight float32 [N, K] of words and numbers, which is what the gguf package makes of the file."""
+    """The weight float32 [N, K] from words and numbers, equal to the gguf package's decoding of the file."""
     outputs, supers = len(words), words.shape[1] // WORDS[bits]
     found = np.empty((outputs // TILE, TILE, supers, SUPER), np.float32)
     data = np.ascontiguousarray(words).view("<u4").reshape(-1, supers, WORDS[bits] * TILE)
@@ -69,8 +69,10 @@ def from_tiles(words: np.ndarray, numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Weights [tiles, TILE, supers, SUPER] of words [tiles, supers, W] and numbers [tiles, supers, 1 or 2, TILE]. Codes are put in their
-    order as words of four, before they are numbers: those are eight times as many bytes."""
+    """Fill `out` with weights [tiles, TILE, supers, SUPER], from words [tiles, supers, W] and numbers [tiles, supers, 1 or 2, TILE].
+
+    Codes are permuted as words of four, before they become numbers of eight times the bytes.
+    """
     count, supers, _ = data.shape
     scales = np.ascontiguousarray(data[..., :32]).view(np.uint8).reshape(count, supers, -1, TILE)
     held = data[..., 32:].reshape(count, supers, -1, TILE).transpose(0, 3, 1, 2)  # [tiles, TILE, supers, words]
@@ -79,7 +81,7 @@ def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) 
         codes[..., 0], codes[..., 1] = held & LOW, held >> 4 & LOW
         _scaled(codes.view(np.uint8), wide[:, :, :1] * scales[:, :, :8], out)
         least = wide[:, :, 1:] * scales[:, :, 8:]
-        out.reshape(count, TILE, supers, 8, 32)[...] -= _beside(least)
+        out.reshape(count, TILE, supers, 8, 32)[...] -= _per_weight(least)
     else:
         held = held.reshape(*held.shape[:3], 16, 3)
         first, second, high = (held[..., i] for i in range(3))
@@ -90,13 +92,13 @@ def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) 
 
 
 def _scaled(codes: np.ndarray, step: np.ndarray, out: np.ndarray) -> None:
-    """Codes of [tiles, TILE, supers, SUPER] times their blocks' steps [tiles, supers, blocks, TILE]."""
+    """Codes [tiles, TILE, supers, SUPER] times their blocks' steps [tiles, supers, blocks, TILE]."""
     shape = (*out.shape[:3], step.shape[2], SUPER // step.shape[2])
-    np.multiply(codes.reshape(shape), _beside(step), out=out.reshape(shape), dtype=np.float32)
+    np.multiply(codes.reshape(shape), _per_weight(step), out=out.reshape(shape), dtype=np.float32)
 
 
-def _beside(blocks: np.ndarray) -> np.ndarray:
-    """Numbers [tiles, supers, blocks, TILE] as the weights lie, [tiles, TILE, supers, blocks, 1]."""
+def _per_weight(blocks: np.ndarray) -> np.ndarray:
+    """Numbers [tiles, supers, blocks, TILE] in the order of weights, [tiles, TILE, supers, blocks, 1]."""
     return blocks.transpose(0, 3, 1, 2)[..., None]
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer as a package has it: tokenizer.json, which must give the ids of the tokenizer that the model came with."""
+"""Write a package's tokenizer.json, which must give the same ids as the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TEXTS = (
     "a" * 300,
     "0" * 40,
 )
-"""Kinds of text that rules of splitting differ in."""
+"""Kinds of text in which splitting rules differ."""
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer of a folder by transformers, with whatever errors that raises. A model's own code is never run: where the folder names
-    a class of its own for tokenizer.json, that file alone says what the tokenizer does."""
+    """The tokenizer of a folder by transformers, with its errors. A model's own code is never run: if the folder names its own class for
+    tokenizer.json, that file alone is used."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = folder / "tokenizer_config.json"
@@ -39,17 +39,17 @@ def tokenizer_of(folder: Path) -> Any:
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
     if (folder / "tokenizer.json").is_file() and isinstance(classes, list) and classes[1:] and classes[1]:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        tokenizer.init_kwargs.pop("auto_map", None)  # else it is written into packages, which have no such class
+        tokenizer.init_kwargs.pop("auto_map", None)  # otherwise it is written into packages, which lack such a class
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if model is not None and getattr(model, "dropout", None):
-        model.dropout = None  # merges that training left out at random
+        model.dropout = None  # merges that training dropped at random
     return tokenizer
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:
-    """Write tokenizer.json and what belongs to it into `folder`.
+    """Write tokenizer.json and its companions into `folder`.
 
     Truncation and padding, which training leaves behind, are switched off: transformers ignores them, other programs do not.
 
@@ -82,7 +82,7 @@ def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:
 
 
 def check_vocabulary(folder: Path, vocabulary: int) -> None:
-    """Warn of tokens that the model in `folder` has no embedding of."""
+    """Warn about tokens without an embedding in the model in `folder`."""
     from tokenizers import Tokenizer
 
     beyond = sorted(

@@ -1,4 +1,4 @@
-"""Weights that are read when they are asked for: an export then holds one tensor at a time, never a model."""
+"""Lazy weights: an export has one tensor in memory at a time, never a model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.super_blocks import SuperBlocks
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-"""Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
+"""Suffixes of the inputs for an adapter's matrices [K, R] and [R, N] at run time."""
 TOGETHER = "|"
-"""Between the names of weights that lie in one, along the outputs."""
+"""Separator of names of weights concatenated along the outputs."""
 
 
 @dataclass(frozen=True)
 class SourceBlocks:
-    """Blocks of `size` inputs in a source: their bits, whether they have offsets or zero points, whether their scales are half precision;
-    `read` gets them, of a stack those of the expert whose number it is given. `order`: the inputs as the blocks have them [K], where that
-    is another order than the weight's; `float8`: codes are in e4m3."""
+    """Blocks of `size` inputs in a source.
+
+    bits, offsets, zero_points, half_scales: Properties of the blocks. read: Returns them; for a stack, those of one expert. order: Inputs
+    [K] in the blocks' order, if it is not the weight's. float8: Codes are e4m3.
+    """
 
     bits: int
     offsets: bool
@@ -37,7 +39,7 @@ class SourceBlocks:
 
     @cached_property
     def negative(self) -> bool:
-        """Whether a scale is less than 0; reads the blocks of a matrix."""
+        """Whether a scale is negative; reads the blocks of a matrix."""
         return bool((self.read().scales < 0).any())
 
 
@@ -85,7 +87,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A weight apart from its LoRA pairs; `base` is None where it is zero."""
+    """A weight without its LoRA pairs; `base` None: zero."""
 
     base: Weight | None
     pairs: tuple[Pair, ...]
@@ -97,7 +99,7 @@ Weights = Mapping[str, Weight]
 
 
 def is_coded(weight: Weight) -> bool:
-    """Whether the source holds it, apart from LoRA pairs, as codes of few bits."""
+    """Whether the source stores the weight, without LoRA pairs, as low-bit codes."""
     base = weight.adapted.base if isinstance(weight, Deferred) and weight.adapted is not None else weight
     return isinstance(base, Deferred) and base.bits > 0
 
@@ -107,17 +109,17 @@ def value_of(weight: Weight) -> Tensor:
 
 
 def exact_value_of(weight: Weight) -> Tensor:
-    """The values as the source has them, of which others are computed: what is rounded before, too, is another number."""
+    """The values as the source stores them, unrounded, for computing others from them."""
     return weight.exact() if isinstance(weight, Deferred) and weight.exact else value_of(weight)
 
 
 def narrow_value_of(weight: Weight) -> Tensor:
-    """The same values, in the type of fewest bytes that can be had."""
+    """The same values in the smallest available type."""
     return weight.narrow() if isinstance(weight, Deferred) and weight.narrow else value_of(weight)
 
 
 def row_pieces(weight: Weight, count: int) -> Iterator[Tensor]:
-    """The values, at most `count` of the first dimension at a time; in the type of fewest bytes that can be had."""
+    """The values, at most `count` rows at a time, in the smallest available type."""
     rows = weight.rows if isinstance(weight, Deferred) else None
     rows = rows or narrow_value_of(weight).__getitem__
     for start in range(0, weight.shape[0], count):
@@ -125,7 +127,7 @@ def row_pieces(weight: Weight, count: int) -> Iterator[Tensor]:
 
 
 def stand_ins(weights: Weights) -> dict[str, Tensor]:
-    """Tensors without memory in the place of `weights`: they have shape, type and device, which is all that a trace asks for."""
+    """Meta tensors for `weights`, with shape, type and device, which suffices for a trace."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         return {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}

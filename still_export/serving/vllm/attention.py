@@ -22,7 +22,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from still_export.mixers.kept import rounded
+from still_export.mixers.cache_type import rounded
 from still_export.mixers.paged import PagedLayer, PagedTokens
 from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
@@ -155,14 +155,14 @@ class ServedAttention(nn.Module):
         else:
             assert isinstance(self.attn, PagedMixer)
             projected = {name: self.project(name, hidden_states) for name in self.projections}
-            given = PagedTokens((query, key, value), projected, self.attn.weights, turn)
-            inputs = self.layer.inputs(given)
+            packed = PagedTokens((query, key, value), projected, self.attn.weights, turn)
+            inputs = self.layer.inputs(packed)
             beside = None
             if self.window is not None:
                 heads = (*turn(query, key), value)
                 beside = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
             output = self.attn(inputs, value.new_zeros(len(value), self.heads, dim))
-            mixed = self.layer.result(output, beside, given).flatten(1)
+            mixed = self.layer.result(output, beside, packed).flatten(1)
         result: Tensor = self.o_proj(mixed)[0]
         return result
 
@@ -257,8 +257,8 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM is untyped
             longest = 1 if count == 1 else rounded_up(count)
             packing = Packing(start, table.repeat(rows, 1), longest, pages)
             length = torch.full((rows,), seen, dtype=torch.int32, device=device)
-            given = {name: x[: rows * count] for name, x in heads.items()}
-            self.layer.attend(given, self.weights, PagedStates(memory, length, packing), output[: rows * count])
+            packed = {name: x[: rows * count] for name, x in heads.items()}
+            self.layer.attend(packed, self.weights, PagedStates(memory, length, packing), output[: rows * count])
 
 
 def _still_paged(inputs: list[Tensor], output: Tensor, layer_name: str) -> None:

@@ -21,7 +21,7 @@ from still_kernels.packing import Packing
 
 
 class PagedBackend(AttentionBackend):
-    """States in pages."""
+    """vLLM's attention backend for states in pages."""
 
     @staticmethod
     def get_name() -> str:
@@ -65,7 +65,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """The calls of a step; rows with one token come first in the batch."""
+        """The calls of a step; rows with one token are first in the batch."""
         m = common_attn_metadata
         count = m.num_reqs
         start = m.query_start_loc[: count + 1]

@@ -126,7 +126,7 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         self.seen[request_id] = num_tokens
         return given
 
-    # Prefixes.
+    # Prefix caching.
 
     def _keep(self, blocks: Sequence[Any], tokens: int, end: Any) -> None:
         """Copy the blocks that the request will change; vLLM does it before the step, with all copies of the step at once."""

@@ -16,7 +16,7 @@ from still_export.serving.vllm.pages import common_pages, linear_state, paged_la
 PAGES_SHARE = 0.9
 """Share of GPU memory next to the weights for pages; activations and CUDA graphs use the rest."""
 LEAST_CAPABILITY = 80
-"""Compute capability of the oldest GPU that the kernels are compiled for."""
+"""Compute capability of the oldest GPU with kernels."""
 
 EXPERTS = ("qwen3_moe",)
 """Families with experts whose model in vLLM accepts our attention."""

@@ -79,7 +79,7 @@ def _last_words(text: str) -> str:
     return (named or lines or ["it printed nothing."])[-1]
 
 
-def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
+def in_process(log: Path, call: Callable[..., None], *arguments: Any) -> int | None:
     """Run `call` in its own process, where vLLM is imported and no device is in use; returns the exit code.
 
     Imports take 10 to 30 s: `preload` runs them once, in the process that all calls are forked from.
@@ -89,20 +89,20 @@ def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload"])
-    process = context.Process(target=_begin, args=({**ENVIRONMENT, **os.environ}, log, call, given))
+    process = context.Process(target=_begin, args=({**ENVIRONMENT, **os.environ}, log, call, arguments))
     process.start()
     process.join()
     return process.exitcode
 
 
-def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], given: Sequence[Any]) -> None:
+def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], arguments: Sequence[Any]) -> None:
     """Set up the process: the caller's current environment, and a log file."""
     os.environ.clear()
     os.environ.update(environment)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    call(*given)
+    call(*arguments)
 
 
 def _answer(asked: Path, answered: Path) -> None:
@@ -113,7 +113,7 @@ def _answer(asked: Path, answered: Path) -> None:
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
-    """vLLM with a model, set up for a load."""
+    """A vLLM engine set up for a load."""
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -46,7 +46,7 @@ def attention_of(vllm_config: Any) -> Any:
 
 
 class StillForCausalLM(LlamaForCausalLM, StatesMixin):  # type: ignore[misc]
-    """A model of the llama kind."""
+    """A llama-like model."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         layer = partial(LlamaDecoderLayer, attn_layer_type=attention_of(vllm_config))

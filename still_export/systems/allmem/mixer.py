@@ -16,7 +16,7 @@ from torch.nn.functional import silu, softplus
 from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import BesideFixedStates, states_of
+from still_export.mixers.fixed import WithFixedStates, states_of
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
@@ -36,7 +36,7 @@ BASE_RATE = 0.01
 NORM_EPSILON = 1e-6
 
 
-class WindowAndMemory(BesideFixedStates[HybridAttentionState], HybridLayer):
+class WindowAndMemory(WithFixedStates[HybridAttentionState], HybridLayer):
     """Keys and values of the window, and the states of the memory."""
 
 
@@ -139,16 +139,16 @@ class AllMemMixer(Mixer):
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         window = window_of(config, config.still.chunk_size)
-        return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._beside(config)
+        return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._fixed_ops(config)
 
     def cache_layer(self, config: Any, index: int) -> WindowAndMemory:
-        return WindowAndMemory(self._beside(config), window_of(config, config.still.chunk_size))
+        return WindowAndMemory(self._fixed_ops(config), window_of(config, config.still.chunk_size))
 
     def module(self, base: nn.Module, config: Any, index: int) -> AllMem:
         window = window_of(config, config.still.chunk_size)
-        return AllMem(base, window, config.hidden_size, self._beside(config))
+        return AllMem(base, window, config.hidden_size, self._fixed_ops(config))
 
-    def _beside(self, config: Any) -> tuple[LayerOp, ...]:
+    def _fixed_ops(self, config: Any) -> tuple[LayerOp, ...]:
         heads, kept, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         sizes = {"H": kept, "G": heads // kept, "D": dim, "M": WIDER * dim}
         return (LayerOp(TEST_TIME_MEMORY, {"chunk_size": config.still.chunk_size, "memory_update": "muon"}, sizes),)

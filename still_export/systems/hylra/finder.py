@@ -113,9 +113,9 @@ def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[l
     masses: list[Tensor] = []
     chosen: list[Tensor] = []
 
-    def look(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
-        query, key, _ = module.project_heads(hidden, given.get("position_embeddings"))
+    def look(module: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
+        query, key, _ = module.project_heads(hidden, kwargs.get("position_embeddings"))
         size, tokens, heads = module.choice["block_size"], key.shape[1], key.shape[2]
         new, past = (torch.full((1,), n, device=key.device) for n in (tokens, 0))
         sums = key.new_zeros(1, heads, -(-tokens // module.choice["mean_stride"]), key.shape[3], dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import BesideFixedStates
+from still_export.mixers.fixed import WithFixedStates
 from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
@@ -30,7 +30,7 @@ from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
-class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer):
+class WindowAndFixedStates(WithFixedStates[HybridAttentionState], HybridLayer):
     """Keys and values of the window, and the state of GLA."""
 
 
@@ -50,9 +50,9 @@ class LigerGLA(WindowModule):
 
     def gated(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """GLA [B, T, H, D] from heads before RoPE; queries and keys are softmax-normalized over channels."""
-        given = op_inputs(query, key, value)
+        packed = op_inputs(query, key, value)
         with maybe_autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
-            inputs = Inputs(**given, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
+            inputs = Inputs(**packed, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
             return recurrent(inputs, past_key_values, self.layer_idx, self.ops).flatten(2, 3)
 
 
@@ -79,10 +79,10 @@ class PagedLigerGLA(PagedLinearAttention):
         super().__init__("gated", 1.0, kv_heads, heads // kv_heads, dim, per_key=True)
         self.window = window
 
-    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
-        return op_inputs(*given.heads)
+    def inputs(self, packed: PagedTokens) -> dict[str, Tensor]:
+        return op_inputs(*packed.heads)
 
-    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
+    def result(self, output: Tensor, window: Tensor | None, packed: PagedTokens) -> Tensor:
         assert window is not None
         return 0.5 * window + 0.5 * output
 
@@ -97,19 +97,19 @@ class LigerGLAMixer(Mixer):
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         window = window_of(config, WINDOW)
-        return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._beside(config)
+        return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._fixed_ops(config)
 
     def cache_layer(self, config: Any, index: int) -> WindowAndFixedStates:
-        return WindowAndFixedStates(self._beside(config), window_of(config, WINDOW))
+        return WindowAndFixedStates(self._fixed_ops(config), window_of(config, WINDOW))
 
     def module(self, base: nn.Module, config: Any, index: int) -> LigerGLA:
-        return LigerGLA(base, window_of(config, WINDOW), self._beside(config))
+        return LigerGLA(base, window_of(config, WINDOW), self._fixed_ops(config))
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
         heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)
         return PagedLigerGLA(*heads, head_size(config), WINDOW)
 
-    def _beside(self, config: Any) -> tuple[LayerOp, ...]:
+    def _fixed_ops(self, config: Any) -> tuple[LayerOp, ...]:
         dim = head_size(config)
         sizes = {"H": config.num_key_value_heads, "D": dim, "V": dim}
         return (LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, sizes),)

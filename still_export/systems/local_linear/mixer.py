@@ -25,15 +25,15 @@ class LocalLinearAttention(KeyedAttention):
         super().__init__(base, head_dim)
         self.ridge = base.ridge
 
-    def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
-        """Inputs of the op besides query [B, T, H, D], keys and values."""
+    def extra_inputs(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
+        """What the op has beside query [B, T, H, D], keys and values."""
         wide = torch.promote_types(query.dtype, torch.float32)
         return {"ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device)}
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         heads = self.project_heads(hidden, position_embeddings)
-        beside = self.beside(hidden, position_embeddings, heads[0])
-        output = self.attended(local_linear_attention, Inputs, heads, past_key_values, **beside)
+        extra_inputs = self.extra_inputs(hidden, position_embeddings, heads[0])
+        output = self.attended(local_linear_attention, Inputs, heads, past_key_values, **extra_inputs)
         return self.o_proj(output.flatten(2))
 
 
@@ -46,7 +46,7 @@ class Parallax(LocalLinearAttention):
         super().__init__(base, head_dim)
         self.r_proj, self.r_norm = base.r_proj, getattr(base, "r_norm", None)
 
-    def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
+    def extra_inputs(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
         assert turn is not None
         correction = self.r_proj(hidden).view(query.shape)
         correction = correction if self.r_norm is None else self.r_norm(correction)

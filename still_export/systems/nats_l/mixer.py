@@ -15,10 +15,10 @@ from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
 from still_export.mixers.cache_layer import part_of
-from still_export.mixers.fixed import BesideFixedStates, class_for
+from still_export.mixers.fixed import WithFixedStates, class_for
 from still_export.mixers.gated_delta_net.mixer import FlaGatedDeltaNet
 from still_export.mixers.layers import head_size
-from still_export.mixers.projections import unit_length, wants_gradients
+from still_export.mixers.projections import needs_gradients, unit_length
 from still_export.mixers.roles import GATE, ROUTER
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.causal_conv.spec import CAUSAL_CONV
@@ -35,14 +35,14 @@ from still_kernels.routed_attention.meaning import RoutedState, routed_attention
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 
-class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
+class RoutedLayer(WithFixedStates[AttentionState], AttentionLayer):
     """Keys and values of the selected chunks and the open one, with only as many rows as needed; and the other states."""
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
         return super().empty(batch, _whole(columns), dtype, device)
 
     def grown(self, state: AttentionState, columns: int) -> AttentionState:
-        kept, new, least = self.beside.tensors.get("kept_chunks"), self.new_tokens, _whole(columns)
+        kept, new, least = self.second_mixer.tensors.get("kept_chunks"), self.new_tokens, _whole(columns)
         if kept is not None and new is not None and new.numel():
             least = min(least, ROUTED_CHUNK * (int(kept.max()) + 1) + int(new.max()))
         return super().grown(state, least)
@@ -50,7 +50,7 @@ class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
     def store(self, state: AttentionState) -> None:
         """Store the state, without the rows of a prompt's dropped chunks if these are many."""
         if self.progress.grows and not torch.compiler.is_compiling() and state.rows > 2 * ROUTED_CHUNK:
-            held = ROUTED_CHUNK * (int(self.beside.tensors["kept_chunks"].max()) + 1)
+            held = ROUTED_CHUNK * (int(self.second_mixer.tensors["kept_chunks"].max()) + 1)
             if state.rows > 2 * held:
                 state = replace(state, key=state.key[:, :, :held].clone(), value=state.value[:, :, :held].clone())
         super().store(state)
@@ -132,7 +132,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
 
         def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
             before = KeptState(state.key, state.value, states["kept_chunks"])
-            own = in_place and not wants_gradients(inputs.query)
+            own = in_place and not needs_gradients(inputs.query)
             output, (keys, values, kept_chunks) = kept_attention(inputs, before, own)
             if fixed is not None:
                 fixed.store(

@@ -14,7 +14,7 @@ from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.attention.mixer import KeysMixer
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import BesideFixedStates, class_for, states_of
+from still_export.mixers.fixed import WithFixedStates, class_for, states_of
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate
@@ -29,7 +29,7 @@ from still_kernels.strided_attention.meaning import Inputs, strided_attention
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 
-class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
+class StridedLayer(WithFixedStates[AttentionState], AttentionLayer):
     """One row per `row_tokens` tokens."""
 
     def __init__(self, scan: Sequence[LayerOp], row_tokens: int, heads: int, dim: int, cache: str | None) -> None:

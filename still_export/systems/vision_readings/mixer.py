@@ -54,7 +54,7 @@ class InLineAttention(FixedStateModule):
         first, second = read
         return first[..., :-1] + (1 - first[..., -1:]) * second[..., :-1]
 
-    def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
+    def finish(self, rows: Tensor, second_input: Tensor, hidden: Tensor) -> Tensor:
         """The input of the output projection, from `mixed` [B, T, C] and the convolved values, if any."""
         return rows.to(hidden.dtype)
 
@@ -65,15 +65,16 @@ class InLineAttention(FixedStateModule):
         assert position_embeddings is not None
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
-        beside = self.v_proj(hidden_states)
+        second_input = self.v_proj(hidden_states)
         query, key, value = (
-            x.unflatten(-1, (self.heads, -1)) for x in (self.q_proj(hidden_states), self.k_proj(hidden_states), beside)
+            x.unflatten(-1, (self.heads, -1))
+            for x in (self.q_proj(hidden_states), self.k_proj(hidden_states), second_input)
         )
         one = torch.ones_like(value[..., :1])
         queries, keys = self.parts(query, key, one)
         if "conv_state" in before:
-            taps = ConvInputs(*self.convolved(beside), new_tokens, "none")
-            beside, after["conv_state"] = causal_conv(taps, before["conv_state"])
+            taps = ConvInputs(*self.convolved(second_input), new_tokens, "none")
+            second_input, after["conv_state"] = causal_conv(taps, before["conv_state"])
         places = position_embeddings[:, :, None]
         written = torch.cat((*self.written(value, hidden_states), one), -1)
         inputs = Inputs(
@@ -89,7 +90,7 @@ class InLineAttention(FixedStateModule):
         if layer is not None:
             layer.store(after)
         rows = self.mixed(*output.to(places.dtype).unbind(3)).flatten(2)
-        return self.o_proj(self.finish(rows, beside, hidden_states))
+        return self.o_proj(self.finish(rows, second_input, hidden_states))
 
 
 class ResidualInLine(InLineAttention):
@@ -117,11 +118,11 @@ class ResidualInLine(InLineAttention):
         values = first[..., :size] + (1 - first[..., -1:]) * second[..., :size]
         return torch.cat((values, second[..., size:-1]), -1)
 
-    def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
+    def finish(self, rows: Tensor, second_input: Tensor, hidden: Tensor) -> Tensor:
         values, mean = rows.unflatten(-1, (self.heads, 2, -1)).unbind(3)  # [B, T, H, D]
         first, last = (layer for layer in self.residual if hasattr(layer, "weight"))
         weights = self.by_head(last, gelu(self.by_head(first, mean.to(hidden.dtype))))
-        local = beside.unflatten(-1, (self.heads, values.shape[-1], -1))
+        local = second_input.unflatten(-1, (self.heads, values.shape[-1], -1))
         found = (weights.unflatten(-1, local.shape[-2:]) * local).sum(-1)
         return (values + found).flatten(2).to(hidden.dtype)
 
@@ -161,8 +162,8 @@ class PolarAttention(InLineAttention):
         same, other = (x[..., :-1] / (x[..., -1:] + EPSILON) for x in read)
         return torch.cat((same[..., :half], other[..., half:]), -1)
 
-    def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
-        return (rows + beside).to(hidden.dtype) * self.g_proj(hidden)
+    def finish(self, rows: Tensor, second_input: Tensor, hidden: Tensor) -> Tensor:
+        return (rows + second_input).to(hidden.dtype) * self.g_proj(hidden)
 
 
 class MirrorAttention(InLineAttention):

@@ -54,8 +54,8 @@ def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
         except RunError:
             continue  # the template refuses this chat
         try:
-            given = {"tools": json.dumps(tools)} if tools else {}
-            found = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)
+            with_tools = {"tools": json.dumps(tools)} if tools else {}
+            found = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **with_tools)
         except Exception:
             found = None
         if found != right:

@@ -141,7 +141,7 @@ class _Joiner:
             self._rename(layer, name, state)
 
     def _recurrent(self, layer: int, states: list[_State]) -> None:
-        """All other states of a layer."""
+        """All states of a layer except keys and values."""
         if not states:
             return
         if len({s.node for s in states}) == 1 < len(states):
@@ -188,7 +188,7 @@ class _Joiner:
         for past, present in zip(pasts, joined.outputs[len(spec.outputs) :], strict=True):
             self._give(past, present)
         for state in states:
-            self._take_batch_elsewhere(state.past)
+            self._read_batch_from_tokens(state.past)
             self.graph.outputs.remove(state.present)
         self.graph.remove(node, safe=True)
 
@@ -214,7 +214,7 @@ class _Joiner:
         r, pieces, begin = self.writer, [], 0
         for state, size in zip(states, counts, strict=True):
             r.place, past, present = state.node, state.past.name, state.present.name
-            self._take_batch_elsewhere(state.past)
+            self._read_batch_from_tokens(state.past)
             bounds = [r.constant([n], "int64", hint=f"{past}.bound") for n in (begin, begin + size, axis)]
             piece = r.node("Slice", [whole, *bounds], hint=f"{past}.piece")
             shape = r.constant([0, *state.shape], "int64", hint=f"{past}.shape")
@@ -257,8 +257,8 @@ class _Joiner:
         past = self._tensor(layer, name, shape, dtype)
         self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
 
-    def _take_batch_elsewhere(self, past: ir.Value) -> None:
-        """Compute the number of rows, which the exporter may take from any input, from the tokens instead."""
+    def _read_batch_from_tokens(self, past: ir.Value) -> None:
+        """Read the number of rows from the tokens; the exporter reads it from any input."""
         tokens = next(value for value in self.graph.inputs if value.name == "input_ids")
         for node, index in list(past.uses()):
             if is_standard(node, "Shape") and (attribute(node, "start"), attribute(node, "end")) == (0, 1):

@@ -67,9 +67,9 @@ def _calls(model: Any) -> Iterator[tuple[Any, Any]]:
             continue
         spec = OPS[node.op_type]
         named = zip(spec.input_names(), spec.all_inputs(), node.inputs, strict=False)
-        given = {name: (t, value) for name, t, value in named if value is not None}
-        shapes = {name: tuple(known_sizes(value) or [0] * len(t.shape)) for name, (t, value) in given.items()}
-        types = {v.dtype.name for t, v in given.values() if t.dtype == "T" and v.dtype is not None}
+        named_inputs = {name: (t, value) for name, t, value in named if value is not None}
+        shapes = {name: tuple(known_sizes(value) or [0] * len(t.shape)) for name, (t, value) in named_inputs.items()}
+        types = {v.dtype.name for t, v in named_inputs.values() if t.dtype == "T" and v.dtype is not None}
         dtypes = {TYPE_NAMES[name] for name in types if name in TYPE_NAMES}
         attributes = {a.name: attribute(node, a.name, a.default) for a in spec.attributes}
         yield node, Call.of(spec, shapes, attributes, dtypes.pop() if dtypes else None, "int64")

@@ -142,8 +142,8 @@ class _Narrowing:
         """Whether each input must be narrow, for numeric inputs."""
         if node.domain == DOMAIN:
             return [t.dtype == "T" for t in OPS[node.op_type].all_inputs()][: len(node.inputs)]
-        given = [v for v in node.inputs if v is not None]
-        narrow = any(v in self.narrow or (v.is_graph_input() and v.dtype == ir.DataType.FLOAT) for v in given)
+        present = [v for v in node.inputs if v is not None]
+        narrow = any(v in self.narrow or (v.is_graph_input() and v.dtype == ir.DataType.FLOAT) for v in present)
         if narrow and (node.domain != "" or node.op_type not in SAME_IN_ANY_TYPE):
             raise UnsupportedError(
                 f"--dtype {self.dtype}: the package does not show whether the model computes {node.name or node.op_type} ({node.op_type}) "

@@ -167,7 +167,7 @@ def cuda_headers(asked: Path | None = None) -> list[Path]:
         i for root in (found and found.submodule_search_locations) or () for i in sorted(Path(root).glob("*/include"))
     ]
     runtimes = [i for i in includes if (i / CUDA_HEADER).is_file()]
-    for runtime in runtimes:  # by name: cu13 before cuda_runtime of 12
+    for runtime in runtimes:  # by name: cu13 before CUDA 12's cuda_runtime
         if (runtime / CUDA_PART).is_file():
             return [runtime]
         twelve = runtime.parent.name == CUDA_12[0]

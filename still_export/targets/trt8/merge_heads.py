@@ -58,17 +58,17 @@ class _Merger:
         elif node.domain == "" and node.op_type == "Unsqueeze" and node.inputs[0] is not None and _spread(node):
             self.views[node.outputs[0]] = node.inputs[0]
         elif node.domain == "" and node.op_type == "Reshape" and node.inputs[0] is not None:
-            self.follow(node, node.inputs[0])
+            self.reshaped(node, node.inputs[0])
 
-    def follow(self, node: ir.Node, given: ir.Value) -> None:
-        """Record the input of a Reshape; readers that would reshape it back read the input instead."""
-        source, result = self.sources.get(given), node.outputs[0]
+    def reshaped(self, node: ir.Node, reshape_input: ir.Value) -> None:
+        """Record the input of a Reshape; let readers of its inverse read that input."""
+        source, result = self.sources.get(reshape_input), node.outputs[0]
         known_here = not result.is_graph_output() and all(use.node.graph is self.graph for use in result.uses())
         there = sizes(result)
         if source is not None and known_here and there and None not in there and there == sizes(source):
             ir.convenience.replace_all_uses_with(result, source)
         else:
-            self.sources[result] = given
+            self.sources[result] = reshape_input
 
     def merged_input(self, value: ir.Value, node: ir.Node) -> ir.Value:
         """Activations of a still node with heads side by side."""
@@ -107,8 +107,13 @@ class _Merger:
 def _spread(node: ir.Node) -> bool:
     """Whether values of each token, [B, T, D], become [B, T, 1, D], for all heads."""
     assert node.inputs[0] is not None
-    given, dims = sizes(node.inputs[0]) or [None], sizes(node.outputs[0])
-    return len(dims) == 4 and isinstance(dims[3], int) and None not in given and dims == [*given[:2], 1, *given[2:]]
+    reshape_input, dims = sizes(node.inputs[0]) or [None], sizes(node.outputs[0])
+    return (
+        len(dims) == 4
+        and isinstance(dims[3], int)
+        and None not in reshape_input
+        and dims == [*reshape_input[:2], 1, *reshape_input[2:]]
+    )
 
 
 def _merged(value: ir.Value, node: ir.Node) -> list[int | str | None]:

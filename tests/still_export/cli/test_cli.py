@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from still_export.cli.errors import as_typed
 from still_export.cli.main import PANELS, VERBS, app
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
@@ -397,6 +398,20 @@ def test_a_missing_package_is_named_with_its_extra(
     assert f"pip install 'still-export[{extra}]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("named", ["-", "=-", "/dev/stdin", "<(cat)", "<(cat) --prompt-ids 5"])
+def test_a_flag_reads_pipes(named: str) -> None:
+    """A pipe is read once and its file as often as a verb looks: `--text` is checked before it is tokenized."""
+    program = (
+        "import sys; from pathlib import Path; from still_export.cli.main import _as_files\n"
+        "words = _as_files(sys.argv[1:]); path = Path(words[2].partition('=')[2] or words[3])\n"
+        "print([path.read_text(), path.read_text()], words[4:])"
+    )
+    flag = f"--text{named}" if named.startswith("=") else f"--text {named}"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} evaluate package {flag}"
+    done = subprocess.run(["bash", "-c", command], input="a text", capture_output=True, text=True)
+    assert done.stdout.strip() == f"['a text', 'a text'] {['--prompt-ids', '5'] if '5' in named else []}", done.stderr
+
+
 def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     """`still-export run` on an edge box: neither torch nor transformers is imported."""
     program = (
@@ -525,3 +540,8 @@ def test_a_servers_key_may_stand_in_the_environment(
         ServeOptions(port=70000)
     with pytest.raises(ConfigError, match="--when-full wait is unknown; known: ask, drop, stop"):
         AnswerOptions(when_full="wait")
+
+
+def test_an_unsupported_model_ends_with_a_command() -> None:
+    said = as_typed("head_dim=96 in config.json.", "UnsupportedModelError", ["export", "some model", "-o", "p"])
+    assert said.startswith("export some model: ") and said.endswith("still-export inspect 'some model'")

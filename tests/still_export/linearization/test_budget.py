@@ -223,9 +223,9 @@ def test_every_promise_is_met_or_not_or_not_measured() -> None:
         (Measured({1024: 1.01}, 6, 9), 0.4, 5.0, ["met", "met", "NOT met", "met"]),
         (Measured({1024: 1.01}), 0.4, 5.0, ["met", "met", "NOT MEASURED", "met"]),
     ):
-        assert list(module.kept_promises(budget, base, reached, state, minutes).values()) == wanted
-    assert module.kept_promises(budget, Measured({1024: 1.0}, 0, 9), good, 0.4, 5.0)["found"] == "NOT MEASURED"
-    assert module.kept_promises(replace(budget, found=0.0), base, Measured({1024: 1.0}), 0.4, 5.0)["found"] == "met"
+        assert list(module.limits_met(budget, base, reached, state, minutes).values()) == wanted
+    assert module.limits_met(budget, Measured({1024: 1.0}, 0, 9), good, 0.4, 5.0)["found"] == "NOT MEASURED"
+    assert module.limits_met(replace(budget, found=0.0), base, Measured({1024: 1.0}), 0.4, 5.0)["found"] == "met"
 
 
 def test_a_stopped_step_leaves_a_checkpoint(base: Path, text: Path, tmp_path: Path, three_steps: None) -> None:

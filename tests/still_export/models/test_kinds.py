@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from still_export.errors import NotLinearizedError
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models import kinds
-from still_export.models.kinds import KINDS, Checkpoint, Kind, Wanted, kind_of
+from still_export.models.kinds import KINDS, Checkpoint, Kind, UserChoice, kind_of
 from still_export.models.load import load_model, open_source
 from tests.still_export.tiny import plain_model, random_ids, still_model
 
@@ -47,7 +47,7 @@ def test_a_kind_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(NotLinearizedError, match="plain softmax llama model"):
         open_source(tmp_path / "theirs")
 
-    def configure(found: Checkpoint, wanted: Wanted) -> LayersConfig:
+    def configure(found: Checkpoint, wanted: UserChoice) -> LayersConfig:
         found.tensors = {name.replace("their_attn", "self_attn"): tensor for name, tensor in found.tensors.items()}
         return StillConfig.from_dict(ours.config.still.to_dict())
 

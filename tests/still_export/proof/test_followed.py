@@ -86,7 +86,7 @@ def test_tokens_that_both_half_precision_runs_have_far_off_are_told_by_pytorchs_
     chain = asked.cases.prompts.drawn[1].chain
     right = asked.cases.own.run([chain])[0][-1]
     keys = {layer: right[f"present_salient_key.{layer}"] for layer in range(2)}
-    case = asked.cases.draw([1], {1: Decisions(kept=keys)})[0]
+    case = asked.cases.draw([1], {1: Decisions(selected=keys)})[0]
     tokens = {layer: right[f"present_chosen.{layer}"] for layer in keys}
     offsets = {layer: np.stack([_offsets(head) for head in x[0]])[None] for layer, x in tokens.items()}
     for follow, same in ((offsets, True), (keys, False)):

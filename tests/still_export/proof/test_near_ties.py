@@ -192,7 +192,7 @@ def test_no_row_may_err_by_what_is_no_number(side: int) -> None:
     name = "present_kv_state.1"
     case = Case("case", [], [], own=[{name: row_errors(right, right)}], own_mean={name: 1.0})
     judged = Judged.of(case, [({name: sides[0]}, {name: sides[1]})], summed={name: LAYER_UNIT})
-    assert np.isinf(judged.held(name)[0]).any()
+    assert np.isinf(judged.errors_of_output(name)[0]).any()
     assert not judged.report(name, Bounds([case], sharp=True)).passed
 
 

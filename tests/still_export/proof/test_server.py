@@ -107,14 +107,14 @@ def test_a_fault_in_a_way_fails_that_way(reference: Reference, fault: str) -> No
 
 
 def test_a_text_that_no_likely_token_begins_is_told(reference: Reference) -> None:
-    found = reference.follow([65, 66, 67], Answer("\u4e16\u754c", 6, False))
+    found = reference.evaluate([65, 66, 67], Answer("\u4e16\u754c", 6, False))
     assert "after" in found.lost or (found.best - found.chosen).max() > 1
 
 
 def test_log_probabilities_are_held_to_the_file(reference: Reference) -> None:
     ids = [72, 101, 108, 108, 111]
     right = Standin(reference.model, reference).ask(ids, 4)
-    row = reference.follow(ids, right)
+    row = reference.evaluate(ids, right)
     told = Answer(right.text, right.count, right.ended, tuple(row.chosen - [0, 0, 0.2, 0]))
 
     class Tells(Standin):

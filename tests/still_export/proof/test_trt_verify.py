@@ -210,7 +210,7 @@ def test_answers_follow_an_engine_of_another_machine(
     assert call("verify", package_of("float16"), "--selections", chosen, "--quiet") == 2
     assert "has no engine yet" in capsys.readouterr().err
     with monkeypatch.context() as there:
-        there.setattr("still_export.proof.package.asked_tokens", lambda *given: (5, 7, 9))
+        there.setattr("still_export.proof.package.prompt_words", lambda *given: (5, 7, 9))
         assert call("verify", built, "--selections", chosen, *SIZES, "--quiet") == 0
     assert call("verify", package_of("float16"), "--record", calls, "--follow", chosen, "--quiet") == 0
     assert call("verify", built, "--calls", calls, "--decode-steps", 20, "--quiet") == 0

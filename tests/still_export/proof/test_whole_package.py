@@ -321,9 +321,9 @@ def test_choices_are_alike_whose_numbers_are_near() -> None:
     keys[0, 0, 5] = np.inf  # of no token
     near, far = keys + 1e-5, keys.copy()
     far[0, 1, 2] = far[0, 1, 3]
-    one = Decisions(kept={0: keys})
-    assert one.is_like(one) and one.is_like(Decisions(kept={0: near}), 1e-3)
-    assert not one.is_like(Decisions(kept={0: near})) and not one.is_like(Decisions(kept={0: far}), 1e-3)
+    one = Decisions(selected={0: keys})
+    assert one.is_like(one) and one.is_like(Decisions(selected={0: near}), 1e-3)
+    assert not one.is_like(Decisions(selected={0: near})) and not one.is_like(Decisions(selected={0: far}), 1e-3)
     assert not one.is_like(Decisions([np.zeros((1, 3, 2))], {0: keys}), 1e-3)
 
 

@@ -61,7 +61,7 @@ def alike(a: Tokens, b: Tokens) -> int:
 
 def held(cache: PrefixCache) -> int:
     """Bytes of the tensors that the cache really refers to."""
-    kept = [parts for node in cache._holders for parts in (node.parts or {}).values()]
+    kept = [parts for node in cache._with_state for parts in (node.parts or {}).values()]
     return sum({id(part): part.nbytes for parts in kept for part in parts}.values())
 
 
@@ -135,7 +135,7 @@ def test_a_cache_larger_than_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 0 bytes"):
         open_prefixes(model(), 0, tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot keep prefixes"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         open_prefixes(model(), "1MiB", tmp_path / "file")
     cache = open_prefixes(model(), "1.5MiB")
     assert cache is not None and cache.most_bytes == 3 << 19
@@ -146,22 +146,22 @@ def model() -> Any:
     return SimpleNamespace(manifest={"files": {}}, table=TABLE, adapter="", feeding=Feeding())
 
 
-def shelf(folder: Path, package: str = "p", most: int = 1 << 20) -> PrefixCache:
+def cached(folder: Path, package: str = "p", most: int = 1 << 20) -> PrefixCache:
     return PrefixCache(TABLE, most, PrefixFolder(folder, package, most))
 
 
 def test_prefixes_outlive_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache = shelf(tmp_path)
+    cache = cached(tmp_path)
     for tokens in ((1, 2, 3), (1, 2, 4, 5)):
         cache.keep(tokens, state(tokens), len(tokens), lasting=True)
     cache.keep((1, 2), state((1, 2)), 2)
     cache.close()
-    again = shelf(tmp_path)
+    again = cached(tmp_path)
     assert again.states == 0
     same(again, again.find((1, 2, 4, 5, 6)), (1, 2, 4, 5))
     same(again, again.find((1, 2, 3, 6)), (1, 2, 3))
     assert again.find((1, 2, 7)) is None
-    foreign = shelf(tmp_path, "another")
+    foreign = cached(tmp_path, "another")
     assert foreign.find((1, 2, 3, 6)) is None
     assert len(list(tmp_path.iterdir())) == 2 and not capsys.readouterr().err
 
@@ -169,30 +169,30 @@ def test_prefixes_outlive_the_process(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_damaged_file_is_refused_and_the_shorter_prefix_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = shelf(tmp_path)
+    cache = cached(tmp_path)
     for tokens in ((1, 2), (1, 2, 3)):
         cache.keep(tokens, state(tokens), len(tokens), lasting=True)
     cache.close()
-    assert cache.shelf is not None
-    path = cache.shelf._path(np.asarray((1, 2, 3), np.int32))  # type: ignore[attr-defined]
+    assert cache.folder is not None
+    path = cache.folder._path(np.asarray((1, 2, 3), np.int32))  # type: ignore[attr-defined]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    again = shelf(tmp_path)
+    again = cached(tmp_path)
     same(again, again.find((1, 2, 3, 4)), (1, 2))
     assert "is damaged: its content has another SHA-256" in capsys.readouterr().err
     path.write_bytes(whole[:50])
-    again = shelf(tmp_path)
+    again = cached(tmp_path)
     same(again, again.find((1, 2, 3, 4)), (1, 2))
     assert "is no saved state" in capsys.readouterr().err
 
 
 def test_the_folder_has_a_bound(tmp_path: Path) -> None:
-    cache = shelf(tmp_path, most=6000)
+    cache = cached(tmp_path, most=6000)
     for i in range(20):
         cache.keep((i, 1), state((i, 1)), 2, lasting=True)
     cache.close()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 6000
-    again = shelf(tmp_path)
+    again = cached(tmp_path)
     same(again, again.find((19, 1, 2)), (19, 1))
 
 
@@ -260,7 +260,7 @@ WRITES = """
 import sys, time
 from pathlib import Path
 import safetensors.numpy
-from tests.still_export.runtime.test_prefixes import shelf, state
+from tests.still_export.runtime.test_prefixes import cached, state
 
 whole, count = safetensors.numpy.save_file, []
 
@@ -273,7 +273,7 @@ def slow(arrays, path, metadata):  # the fourth file comes to its half
         time.sleep(60)
 
 safetensors.numpy.save_file = slow
-cache = shelf(Path(sys.argv[1]))
+cache = cached(Path(sys.argv[1]))
 for i in range(4):
     cache.keep((i, 1, 1), state((i, 1, 1)), 3, lasting=True)
 cache.close()
@@ -285,7 +285,7 @@ def test_a_kill_while_writing_loses_nothing_else(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"
         os.kill(process.pid, signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 4
-    cache = shelf(tmp_path)
+    cache = cached(tmp_path)
     for i in range(3):
         same(cache, cache.find((i, 1, 1, 5)), (i, 1, 1))
     assert cache.find((3, 1, 1, 5)) is None and all(Snapshot.load(file) for file in tmp_path.iterdir())

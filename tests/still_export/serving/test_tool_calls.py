@@ -10,7 +10,7 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.serving.tool_calls import FORMS, ToolCalls, form_of
-from still_export.serving.wire import Asked, Reply
+from still_export.serving.wire import ParsedRequest, Reply
 
 TOOLS = [
     {
@@ -69,7 +69,9 @@ def reply(mark: str) -> Reply:
     form = form_of({"default": f"{{{{ tools }}}}{mark}"})
     assert form is not None and form.mark == mark
     reasoning = Reasoning(("<think>", "</think>"), False)
-    return Reply(Asked(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning, ToolCalls(form, TOOLS)), "m")
+    return Reply(
+        ParsedRequest(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning, ToolCalls(form, TOOLS)), "m"
+    )
 
 
 def called(message: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.serving.app import _sampling_settings
-from still_export.serving.wire import Asked, Reply, line, to_the_end
+from still_export.serving.wire import ParsedRequest, Reply, line, to_the_end
 
 httpx = pytest.importorskip("httpx2")  # what openai speaks through
 openai = pytest.importorskip("openai")
@@ -82,10 +82,10 @@ def test_reasoning_is_apart_from_content() -> None:
         assert (message.get("reasoning_content"), message["content"]) == wanted
 
 
-def asked(opened: bool) -> Asked:
+def asked(opened: bool) -> ParsedRequest:
     """A request whose prompt has opened reasoning, or not."""
     reasoning = Reasoning(("<think>", "</think>"), opened)
-    return Asked(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning)
+    return ParsedRequest(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning)
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,12 @@ def test_what_a_runtime_keeps_is_what_its_calls_add() -> None:
     first, second = caches(0), caches(1)
     first["present_length"], second["present_length"] = np.array([8 * 3, 8 * 2]), np.array([8 * 5, 8 * 7])
     key = "present_salient_key.1"
-    kept = TIES.kept([first, second])[1]
-    np.testing.assert_array_equal(kept[0, :, :SALIENT], first[key][0, :, :SALIENT].astype(np.float32))
+    selected = TIES.selected([first, second])[1]
+    np.testing.assert_array_equal(selected[0, :, :SALIENT], first[key][0, :, :SALIENT].astype(np.float32))
     np.testing.assert_array_equal(
-        kept[0, :, SALIENT : 3 * SALIENT], second[key][0, :, SALIENT : 3 * SALIENT].astype(np.float32)
+        selected[0, :, SALIENT : 3 * SALIENT], second[key][0, :, SALIENT : 3 * SALIENT].astype(np.float32)
     )
-    assert not kept[0, :, 3 * SALIENT :].any() and not kept[1].any()
+    assert not selected[0, :, 3 * SALIENT :].any() and not selected[1].any()
 
 
 def test_layers_that_select_nothing_have_no_ties() -> None:

@@ -39,8 +39,8 @@ class Inputs:
         """All tensors in order, so that `Inputs(*inputs.tensors())` is equal."""
         return tuple(vars(self).values())
 
-    def wants_gradients(self) -> bool:
-        """Whether a tensor requires gradients and they are enabled."""
+    def needs_gradients(self) -> bool:
+        """Whether one of the tensors asks for gradients here."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors())
 
     def part(self, tokens: slice) -> Inputs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from still_graphs.errors import UnsupportedError
+from still_graphs.errors import UnsupportedError, unknown
 from still_graphs.functions.builder import FLOAT, Scope
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 
@@ -39,10 +39,10 @@ class Layer:
         rules = LINEAR_ATTENTION.attribute("update_rule")
         rule = attributes["update_rule"].s.decode() if "update_rule" in attributes else str(rules.default)
         if rule not in rules.choices:
-            raise UnsupportedError(f"{name}: update_rule={rule!r} has no body; known: {', '.join(rules.choices)}.")
-        given = dict(zip(LINEAR_ATTENTION.input_names(), node.input, strict=False))
+            raise unknown(rule, rules.choices, f"{name}: update_rule={rule!r}", UnsupportedError)
+        by_name = dict(zip(LINEAR_ATTENTION.input_names(), node.input, strict=False))
         for gate, takers in (("decay", GATED), ("beta", DELTA)):
-            if bool(given[gate]) != (rule in takers):
+            if bool(by_name[gate]) != (rule in takers):
                 raise UnsupportedError(
                     f"{name}: update_rule={rule!r} {'needs' if rule in takers else 'takes no'} {gate}."
                 )

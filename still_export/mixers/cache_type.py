@@ -1,4 +1,4 @@
-"""The type that keys and values are kept in, where it has fewer bits than the activations'."""
+"""The type of cached keys and values, if it has fewer bits than the activations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from still_kernels import codes
 
 
-def kept_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
-    """Of a model with the STILL family configuration `config` and activations of type `dtype`."""
+def cache_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """The type for the STILL family configuration `config` and activations of `dtype`."""
     return narrower(config.still.deployment.cache, dtype)
 
 
 def narrower(cache: str | None, dtype: torch.dtype) -> torch.dtype:
-    """Of numbers: `cache` where that has fewer bits than `dtype`, which is kept otherwise. Rows of 8 bits are the op's own affair."""
+    """`cache`, if it has fewer bits than `dtype`, else `dtype`. The op itself handles 8-bit rows."""
     wanted = dtype if cache in (None, "int8") else getattr(torch, str(cache))
     return wanted if wanted.itemsize < dtype.itemsize else dtype
 
 
 def rounded(x: Tensor, cache: str | None) -> Tensor:
-    """`x` as a cache of type `cache` keeps it, in its own type: a call computes with the numbers that later calls read."""
+    """`x` rounded to cache type `cache`, in its own type: a call computes with the numbers that later calls read."""
     if cache == "int8":
         return codes.rounded(x)
     kept = narrower(cache, x.dtype)
