@@ -335,7 +335,7 @@ def test_version_and_help(capsys: Capture) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out.startswith("still-export ")
     assert call("--help") == 0
-    assert "completion" not in capsys.readouterr().out
+    assert "install-completion" not in capsys.readouterr().out
     for verb in ("export", "run", "verify", "inspect", "bench"):
         assert call(verb, "--help") == 0
         assert "Example" in capsys.readouterr().out
