@@ -553,7 +553,7 @@ def test_bad_texts_and_tokenizers(base: Path, text: Path, tmp_path: Path) -> Non
     zeros.write_bytes(b"text\0text")
     for path, message in (
         (empty, "empty"),
-        (binary, "no UTF-8"),
+        (binary, "not UTF-8"),
         (zeros, "zero bytes"),
         (tmp_path / "none", "cannot be read"),
     ):
@@ -578,7 +578,7 @@ def test_teacher_with_nan_stops_with_its_layer(text: Path, tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     recipe = small_recipe(tmp_path / "base", text)
-    with pytest.raises(TrainingError, match=r"step 0 \(parts 1.*no numbers"):
+    with pytest.raises(TrainingError, match=r"step 0 \(parts 1.*not finite"):
         linearize(recipe, tmp_path / "model")
 
 
