@@ -26,7 +26,8 @@ import torch
 
 from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS
 
-CASES = Path(__file__).parents[1] / "tests/still_kernels/hybrid_attention/triton_cases.py"
+ROOT = Path(__file__).parents[1]
+CASES = ROOT / "tests/still_kernels/hybrid_attention/triton_cases.py"
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 NARROW = {
     "no salient": ("float16", "bfloat16"),
@@ -60,6 +61,7 @@ class Driver:
 
 def load_cases() -> Any:
     """The module of the cases, by path: tests are not installed."""
+    sys.path.append(str(ROOT))  # what cases share
     spec = importlib.util.spec_from_file_location("triton_cases", CASES)
     assert spec and spec.loader
     module = sys.modules["triton_cases"] = importlib.util.module_from_spec(spec)

@@ -243,7 +243,7 @@ def steps(depth: int) -> list[Any]:
         ({"workspace": [{"name": "a", "element": 1, "shape": [], "when": 1}]}, "of the wrong type"),
         ({"workspace": [{"name": "a", "element": ["text", "T"], "shape": [1] * 9, "when": 1}]}, "too many dimensions"),
         ({"steps": steps(9)}, "nested deeper"),
-        ({"steps": [{"launch": "score", "grid": [1, 1], "arguments": {}}]}, "no three dimensions"),
+        ({"steps": [{"launch": "score", "grid": [1, 1], "arguments": {}}]}, "needs three dimensions"),
         ({"steps": [{"if": 1, "then": []}]}, "else"),
         ({"steps": [{"loop": "i", "start": 0, "stop": 1, "step": 1, "body": []}, {"let": "j", "value": ["value", "i"]}]}, "i is not"),
         ({"steps": {}}, "expected an array"),

@@ -129,7 +129,7 @@ def test_fresh_memories_and_a_fitted_start(mixer: str) -> None:
     first = model.model.layers[0].self_attn
     hidden = torch.zeros(1, 1, 24, dtype=torch.float64)
     heads = torch.ones(1, 1, 6, 10, dtype=torch.float64)
-    _, _, decay, _ = first.rule_inputs(heads, heads, *first._beside(hidden), lambda *heads: heads)
+    _, _, decay, _ = first.rule_inputs(heads, heads, *first._own_outputs(hidden), lambda *heads: heads)
     lengths = (-1 / decay.detach()).flatten()
     assert lengths.min() == pytest.approx(16, rel=1e-3) and lengths.max() == pytest.approx(4096, rel=1e-3)
     objective = TransferObjective(model, make_students(model))

@@ -210,7 +210,7 @@ def test_a_stage_of_several_lengths(tmp_path: Path) -> None:
 def test_recipes_of_rows_that_cannot_be() -> None:
     for change, message in (
         ({"row_lengths": (1000,)}, "not whole"),
-        ({"retrieval": 0.8, "chat": 0.3, "chat_file": "x"}, "one whole"),
+        ({"retrieval": 0.8, "chat": 0.3, "chat_file": "x"}, "at most 1"),
         ({"chat": 0.1}, "name their file"),
         ({"answer_loss": "kl"}, "unknown"),
         ({"row_lengths": (64, 1024)}, "at most two chunks"),

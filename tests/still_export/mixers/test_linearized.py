@@ -40,7 +40,7 @@ def inputs() -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def heads_of(layer: Any, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-    projected, weights = layer._beside(hidden)
+    projected, weights = layer._own_outputs(hidden)
     return layer.gated(layer.mixed(hidden, projected, weights, positions, None), projected, weights)
 
 

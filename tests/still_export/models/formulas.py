@@ -19,23 +19,31 @@ from tests.still_export.verbs import call
 _calm: dict[str, tuple[int, Tensor, Any]] = {}
 
 
+def _rounding(model: Any, draw: int) -> float:
+    """How far the logits of a model's own float32 are from its float64, with weights moved a little at random: one draw says little."""
+    generator = torch.Generator().manual_seed(draw)
+    for name, x in model.tensors.items():
+        model.tensors[name] = x * (1 + 2**-18 * torch.randn(x.shape, generator=generator)) if draw else x
+    found = model(ids()).logits
+    return far(found, model.double()(ids()).logits)
+
+
 @torch.no_grad()
 def calm(family: str, **changes: Any) -> tuple[int, Tensor, Any]:
     """Seed of a model whose own float32 is near its float64, and the logits and states of the latter.
 
-    It is the nearest of eight, or the first at a sixth of the bound: another order of the same sums errs up to four times as much.
+    It is the nearest of sixteen, or the first at a sixth of the bound: another order of the same sums errs up to four times as much.
     """
     known = f"{family} {sorted(changes.items())}"
     nearest = math.inf
-    for seed in range(0 if known in _calm else 8):
-        found = linear_model(family, seed=seed, **changes)(ids()).logits
+    for seed in range(0 if known in _calm else 16):
         expected = linear_model(family, seed=seed, **changes).double()(ids())
-        distance = far(found, expected.logits)
+        distance = max(_rounding(linear_model(family, seed=seed, **changes), draw) for draw in range(3))
         if distance < nearest:
             nearest, _calm[known] = distance, (seed, expected.logits, expected.past_key_values)
         if nearest <= LOGITS / 6:
             break
-    assert nearest <= LOGITS / 3 or nearest == math.inf, f"{known}: its own float32 loses too much of 8 random models"
+    assert nearest <= LOGITS / 2 or nearest == math.inf, f"{known}: its own float32 loses too much of 16 random models"
     return _calm[known]
 
 

@@ -153,7 +153,7 @@ def test_ends_of_turns_are_tokens_whatever_kind_they_have(tmp_path: Path) -> Non
     (dict(rule="unheard-of"), UnsupportedModelError, "unheard-of"),
     (dict(model="t5"), UnsupportedModelError, "'t5'"),
     (dict(model="none"), ModelNotFoundError, "none"),
-    (dict(merges=["\u0120 q", "qq"]), CheckpointError, "no pair"),
+    (dict(merges=["\u0120 q", "qq"]), CheckpointError, "not a pair"),
     (dict(merges=["nota pair"]), CheckpointError, "cannot be built"),
     (dict(merges=None), CheckpointError, r"tokenizer\.ggml\.merges"),
     (dict(model="llama", merges=None), CheckpointError, r"tokenizer\.ggml\.scores"),

@@ -66,7 +66,7 @@ def test_its_package_is_verified(folder: Path) -> None:
 def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("export", folder / "model", "-o", tmp_path / "package", "--whole-prompts", "--quiet")
     assert call(*asked, "--speculate", 2) == 2
-    assert "wants a prompt in one call" in capsys.readouterr().err
+    assert "needs a prompt in one call" in capsys.readouterr().err
     linear_model("gla").save_pretrained(tmp_path / "gla")
     assert call("export", tmp_path / "gla", "-o", tmp_path / "package", "--whole-prompts", "--quiet") == 2
     assert "no layer goes by a prompt's length (full_attention, gated_linear_attention)" in capsys.readouterr().err

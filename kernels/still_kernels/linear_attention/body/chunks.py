@@ -113,7 +113,7 @@ def write_scan(
         key: The call's keys, [B, H, T, D], for their sizes.
         terms: read [N, corrections + C * G, D], whose first rows are subtracted from the added values; added, scores and kept, as in
             `ChunkTerms` of the kernels; kept [N, writes, D].
-        start: Decay of the state up to each token; None: no decay.
+        start: The state's decay up to each token; None: no decay.
         writes: Rows that a chunk adds to the state.
         before: The state before the call.
     """
