@@ -44,7 +44,6 @@ class Item:
         answers: Texts that the reply must contain; each counts.
         choices: The first of these in the reply is its answer.
         words: Replace the filler: (word, frequency); frequencies below 1 are shares of all words.
-        ranked: The answers are the most frequent of `words`.
         chance: The filler may contain an answer by chance.
         tokens: Most tokens of a reply.
     """

@@ -336,7 +336,7 @@ def preset(name: str) -> Path:
 
 
 def read_recipe(path: Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe in a YAML file (None: the defaults), with `given` options replaced.
+    """The recipe in a YAML file (None: the defaults), with the options in `overrides` replaced.
 
     Relative paths of base, texts and tokenizer refer to the file's folder if they exist there.
 

@@ -175,11 +175,11 @@ class Scope:
         an absent bound of a Clip of `shared`, a small integer input; nothing reads the result.
         """
         inputs, outputs = (spec.input_names()[: len(node.input)], spec.output_names()[: len(node.output)])
-        for name, value_infos in zip(inputs, node.input, strict=True):
-            if not value_infos:
+        for name, value in zip(inputs, node.input, strict=True):
+            if not value:
                 self("Clip", shared, name, None)
-        for name, value_infos in zip(outputs, node.output, strict=True):
-            if not value_infos:
+        for name, value in zip(outputs, node.output, strict=True):
+            if not value:
                 self("Identity", shared, out=name)
         opsets = [helper.make_opsetid(*each) for each in imports.items()]
         return helper.make_function(spec.domain, node.op_type, list(inputs), list(outputs), self.nodes, opsets, [])

@@ -35,8 +35,8 @@ class Layer:
         activation = {a.name: a.s.decode() for a in node.attribute}.get("activation", "none")
         if activation not in CAUSAL_CONV.attribute("activation").choices:
             raise UnsupportedError(f"{name}: activation={activation!r} has no body.")
-        present = dict(zip(CAUSAL_CONV.input_names(), node.input, strict=False))
-        return cls(taps, activation, bool(present["bias"]))
+        inputs = dict(zip(CAUSAL_CONV.input_names(), node.input, strict=False))
+        return cls(taps, activation, bool(inputs["bias"]))
 
     def known(self, b: Scope, past: str, tokens: str) -> str:
         """Columns of the state `past`, then new `tokens` [B, T, C], [B, K - 1 + T, C].
@@ -63,10 +63,10 @@ def fused_body(
 
     tokens = b.dim("input", 1)
     new = checked_new_tokens(b, tokens)  # [B, 1]
-    present, past = b.wide("input", dtype), b.wide("past_conv_state", dtype)
+    x, past = b.wide("input", dtype), b.wide("past_conv_state", dtype)
     output, full = b.multi(
         "CausalConvWithState",
-        b("Transpose", present, perm=[0, 2, 1]),
+        b("Transpose", x, perm=[0, 2, 1]),
         b.wide("weight", dtype),
         b.wide("bias", dtype) if layer.bias else None,
         past,
@@ -79,7 +79,7 @@ def fused_body(
     b.narrow(dtype, "output", "Where", real, by_token, 0.0)
     # Reading the op's state as well orders the write to the state after the op, since they may share a buffer.
     whole = b.unsqueeze(b("Equal", new, tokens), 2)
-    state = b("Where", whole, full, layer.latest(b, layer.known(b, past, present), new))
+    state = b("Where", whole, full, layer.latest(b, layer.known(b, past, x), new))
     b.cast(state, dtype, out="present_conv_state")
     return b.function(CAUSAL_CONV, node, imports)
 

@@ -67,10 +67,10 @@ def loop_over_experts(b: Scope, activation: str, dtype: int, dims: Mapping[str, 
     b.cast(b("Reshape", total, b("Shape", "input")), dtype, out="output")
 
 
-def scattered(b: Scope, dims: Mapping[str, int], values: str, unused: float) -> str:
-    """`values` [tokens, K] at the chosen experts, `elsewhere` at others, float32 [tokens, E]."""
+def scattered(b: Scope, dims: Mapping[str, int], values: str, fill: float) -> str:
+    """`values` [tokens, K] at the chosen experts, `fill` at others, float32 [tokens, E]."""
     shape = b("Concat", b.dim(values, 0), [dims["E"]], axis=0)
-    others = b("ConstantOfShape", shape, value=helper.make_tensor("others", FLOAT, [1], [unused]))
+    others = b("ConstantOfShape", shape, value=helper.make_tensor("others", FLOAT, [1], [fill]))
     chosen = b.cast(b.reshape("expert", -1, dims["K"]), INT64)
     return b("ScatterElements", others, chosen, values, axis=1)
 

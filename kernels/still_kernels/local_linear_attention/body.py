@@ -60,9 +60,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     return cached_body(LOCAL_LINEAR_ATTENTION, node, dtype, opset, dims, attend)
 
 
-def _solved(b: Scope, present: tuple[str, str, str, str, str], right: str) -> str:
+def _solved(b: Scope, system: tuple[str, str, str, str, str], right: str) -> str:
     """Like `solved` of still_kernels: weights, keys, transposed keys, means, ridge; each loop iteration is a step."""
-    weights, key, turned, mean, ridge = present
+    weights, key, turned, mean, ridge = system
 
     def product(s: Scope, x: str, y: str) -> str:
         return s("ReduceSum", s("Mul", x, y), [-1], keepdims=1)

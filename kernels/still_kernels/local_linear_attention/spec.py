@@ -37,7 +37,7 @@ NEAR, MOST = 1e-20, 4096
 
 
 def fault_of(present: Collection[str]) -> str | None:
-    """The fault of a node with the inputs `given`; None: no fault."""
+    """The fault of a node with the inputs `present`; None: no fault."""
     both = [name for name in ("correction", "ridge") if name in present]
     if len(both) != 1:
         return f"it has {' and '.join(both) or 'neither correction nor ridge'}; it takes one of correction and ridge"

@@ -85,7 +85,7 @@ def in_process(log: Path, call: Callable[..., None], *arguments: Any) -> int | N
     Imports take 10 to 30 s: `preload` runs them once, in the process that all calls are forked from.
 
     Args:
-        call, given: Must be picklable.
+        call, arguments: Must be picklable.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload"])
