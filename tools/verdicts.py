@@ -15,13 +15,13 @@ import json
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from still_export.errors import ConfigError
 from still_export.proof.constants import PROOF_VERSION
-from still_export.proof.op_sources import op_digest
+from still_export.proof.op_sources import Device, op_digest
 from still_export.proof.records import OP, Record, make_record
 
 VERDICTS = Path(__file__).resolve().parents[1] / "docs/reference/verdicts.json"
@@ -49,7 +49,7 @@ def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> l
     for part, digest in ran.items():
         if part.startswith(OP):
             name, _, device = part.removeprefix(OP).partition(" on ")
-            if (op_digest(name, "cuda" if device == "cuda" else "cpu") or "")[:letters] != digest:
+            if (op_digest(name, cast(Device, device)) or "")[:letters] != digest:
                 found.append(part.removeprefix(OP))
     return found
 

@@ -1,7 +1,7 @@
-"""Which code computes an op, as a hash: comments, docstrings, imports and the place of a file do not count.
+"""Which code computes an op, as a hash: comments, docstrings, imports, the place of a file and the version of Python do not count.
 
-An op's code is that of its own folder and of what this imports of still_kernels and still_graphs; on CPUs its function body and C++, with
-the headers that this includes. Each file is a set of statements, so a function that moves to another file changes nothing.
+An op's code is that of modules of its folder and of what they import of still_kernels and still_graphs, with CUDA's files; on CPUs also its
+C++, with the headers that it includes. Each file is a set of statements, so a function that moves to another file changes nothing.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from still_graphs.ops import OPS
 PACKAGES = ("still_kernels", "still_graphs")
 GENERIC = re.compile(r"still_graphs\.(ops|functions)|still_kernels\.registry|.*\.errors")
 """Modules whose imports lead to every op, or that hold sentences: no part of any one op."""
-ON_CPU = re.compile(r"(spec|body\w*)(\.|$)")
-"""Modules of an op that a package for CPUs is made of: the spec and the function body."""
-TRACED = "traced"
-"""The module that registers an op for traces; it computes nothing."""
+MODULES = {
+    "cpu": re.compile(r"(spec|body)\b"),
+    "cuda": re.compile(r"(spec|body|fuse\w*|plan|kernels)\b"),
+    "torch": re.compile(r"(?!traced\b)"),
+}
+"""Modules of an op that run, with what they import: in packages for CPUs, in packages for GPUs, and where PyTorch or vLLM calls the op."""
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 INCLUDE = re.compile(r'#\s*include\s+"([^"]+)"')
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "torch"]
 
 
 def op_digest(name: str, device: Device) -> str | None:
-    """SHA-256 of the code of op `name` on CPUs or GPUs; None: there is no such op any more."""
+    """SHA-256 of the code of op `name` in packages for CPUs or GPUs, or in PyTorch; None: there is no such op any more."""
     if name not in OPS:
         return None
     home = OPS[name].package
     modules = _modules("still_graphs") | _modules("still_kernels") | _modules(home.partition(".")[0])
     folder = modules[home].parent
-    own = [m for m in modules if (m == home or m.startswith(f"{home}.")) and m != f"{home}.{TRACED}"]
-    if device == "cpu":
-        own = [module for module in own if ON_CPU.match(module.removeprefix(f"{home}."))]
+    own = [m for m in modules if m.startswith(f"{home}.") and MODULES[device].match(m.removeprefix(f"{home}."))]
     parts = {part for m in _reached(own, modules) for part in _statements(modules[m].read_text(encoding="utf-8"))}
-    if device == "cuda":
-        parts |= {_tokens(path) for path in folder.rglob("*.cu")}
-    else:
+    if device == "cpu":
         parts |= {_tokens(path) for path in _included((folder / "cpu").glob("*.*"))}
+    else:
+        parts |= {_tokens(path) for path in folder.rglob("*.cu")}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
@@ -105,7 +105,18 @@ def _statements(text: str) -> list[str]:
         if isinstance(body := getattr(node, "body", None), list):
             kept = [n for n in body if not (isinstance(n, ast.Import | ast.ImportFrom) or _is_text(n))]
             setattr(node, "body", kept)  # noqa: B010 - of any kind of node
-    return [hashlib.sha256(ast.dump(node).encode()).hexdigest() for node in tree.body]
+    return [hashlib.sha256(repr(_filled(node)).encode()).hexdigest() for node in tree.body]
+
+
+def _filled(node: object) -> object:
+    """A syntax tree without empty fields: newer versions of Python have more of them."""
+    if isinstance(node, list):
+        return [_filled(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    return type(node).__name__, {
+        name: _filled(value) for name, value in ast.iter_fields(node) if value not in (None, [])
+    }
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -29,7 +29,7 @@ DISTRIBUTIONS = (
 )
 """Packages whose versions a record has."""
 OP = "op "
-"""Prefix of the ops among the parts of a run; the op's name and "on cpu" or "on cuda" follow."""
+"""Prefix of the ops among the parts of a run; the op's name and "on" with its Device follow."""
 INSTRUCTIONS = ("avx512f", "avx2")
 """Instruction sets of x86 that kernels are compiled for, the widest first."""
 COMMIT = "STILL_COMMIT"

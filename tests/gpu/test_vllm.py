@@ -91,7 +91,7 @@ def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path, monkeypatch:
     if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     proof.subject |= {"runtime": "vllm", "check": " ".join(Path(part).name for part in check)}
-    proof.ran = ops_ran(OPS, "cuda")
+    proof.ran = ops_ran(OPS, "torch")
     monkeypatch.setenv("OUT", str(tmp_path))
     result = proof.figures["found"] = run(*check)
     if GPU:

@@ -1,5 +1,6 @@
 """Which code computes an op: words change nothing, a kernel its own op, a shared kernel the ops that launch it."""
 
+import ast
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from still_export.proof.op_sources import op_digest
 from still_graphs.ops import OPS
 
 CODE = (".py", ".cpp", ".cu", ".h")
-Edit = Callable[[str, str, str], set[str]]
+DEVICES: tuple[op_sources.Device, ...] = ("cpu", "cuda", "torch")
+Edit = Callable[[str, str, str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
 def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
-    """Replaces a pattern in the first file below a folder of still_kernels, or of C++, that has it; returns the ops whose code changed."""
+    """Replaces a pattern in the first file below a folder of still_kernels, or of C++, that has it; returns by op the devices for which
+    its code changed."""
     tmp_path = tmp_path_factory.mktemp("sources")
     kernels, native = tmp_path / "still_kernels", tmp_path / "plugins"
     real = op_sources._modules.__wrapped__
@@ -35,10 +38,10 @@ def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
             return others[package]
         return copied
 
-    def digests() -> dict[str, tuple[str | None, ...]]:
-        return {name: (op_digest(name, "cpu"), op_digest(name, "cuda")) for name in OPS}
+    def digests() -> dict[str, dict[str, str | None]]:
+        return {name: {device: op_digest(name, device) for device in DEVICES} for name in OPS}
 
-    def replace(folder: str, pattern: str, by: str) -> set[str]:
+    def replace(folder: str, pattern: str, by: str) -> dict[str, str]:
         place, _, inner = folder.partition("/")
         found = places[place] / inner
         files = [found] if found.is_file() else [p for p in sorted(found.rglob("*.*")) if p.suffix in CODE]
@@ -46,7 +49,8 @@ def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
         path.write_text(re.sub(pattern, by, text, count=1), encoding="utf-8")
         after = digests()
         path.write_text(text, encoding="utf-8")
-        return {name for name in OPS if after[name] != before[name]}
+        changed = {name: " ".join(d for d in DEVICES if after[name][d] != before[name][d]) for name in OPS}
+        return {name: devices for name, devices in changed.items() if devices}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op_sources, "SOURCE", native)
@@ -58,19 +62,36 @@ def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
 @pytest.mark.slow
 def test_words_change_nothing_and_a_kernel_its_own_op(edit: Edit) -> None:
     in_kernel = r"(@triton\.jit\n(?:.*\n)*?    )(\w+ = )"
-    assert edit("still_kernels/causal_conv", r'\A"""', '"""More words. ') == set()
-    assert edit("still_kernels/causal_conv", r"\n\n\n", "\n\n\n# A comment.\n") == set()
-    assert edit("still_kernels/causal_conv", in_kernel, r"\1\2 1 + ") == {"CausalConv"}
-    assert "Attention" in edit("still_kernels/attention", in_kernel, r"\1\2 1 + ") - {"CausalConv", "HybridAttention"}
+    assert edit("still_kernels/causal_conv", r'\A"""', '"""More words. ') == {}
+    assert edit("still_kernels/causal_conv", r"\n\n\n", "\n\n\n# A comment.\n") == {}
+    assert edit("still_kernels/causal_conv/kernels.py", in_kernel, r"\1\2 1 + ") == {"CausalConv": "cuda torch"}
+    assert edit("still_kernels/causal_conv/call.py", r"\n    return ", "\n    return 1 + ") == {"CausalConv": "torch"}
+    assert edit("still_kernels/causal_conv/body.py", r"\n    return ", "\n    return 1 + ") == {
+        "CausalConv": "cpu cuda torch"
+    }
+    assert "Attention" in edit("still_kernels/attention", in_kernel, r"\1\2 1 + ").keys() - {
+        "CausalConv",
+        "HybridAttention",
+    }
     assert len(edit("still_kernels/common", in_kernel, r"\1\2 1 + ")) > 1
 
 
 @pytest.mark.slow
 def test_code_of_cpus_counts_by_what_it_includes(edit: Edit) -> None:
     folder = "still_kernels/causal_conv/cpu"
-    assert edit(folder, r"(?m)^namespace", "// a comment\nnamespace") == set()
-    assert edit(folder, r"(?m)^(namespace \w+)", r"\1_more") == {"CausalConv"}
+    assert edit(folder, r"(?m)^namespace", "// a comment\nnamespace") == {}
+    assert edit(folder, r"(?m)^(namespace \w+)", r"\1_more") == {"CausalConv": "cpu"}
     assert len(edit("plugins/cpu/common/elements.h", r"(?m)^namespace", "int more;\nnamespace")) > 1
+
+
+def test_fields_that_a_newer_python_adds_count_only_if_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def f(x):\n    return x\n"
+    before = op_sources._statements.__wrapped__(text)
+    monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "added"))
+    monkeypatch.setattr(ast.FunctionDef, "added", [], raising=False)
+    assert op_sources._statements.__wrapped__(text) == before
+    monkeypatch.setattr(ast.FunctionDef, "added", ["T"])
+    assert op_sources._statements.__wrapped__(text) != before
 
 
 def test_an_op_that_is_gone_has_no_code() -> None:
