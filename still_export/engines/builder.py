@@ -227,8 +227,8 @@ class EngineBuilder:
         return [prefill, decode, *rows, *guesses]
 
     def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
-        most = self._rows()
-        least = dict.fromkeys(most, 1)
+        growths, most = StateTable.of(self.package.manifest).growths, self._rows()
+        least = {name: rows if growths[name]["fixed"] else 1 for name, rows in most.items()}
         inputs = {"input_ids": ["batch", "tokens"], "new_tokens": ["batch"], "past_length": ["batch"]}
         inputs |= {"past_" + s["name"]: s["shape"] for s in self.package.manifest["states"]}
         for _, rows, tokens in self._calls():

@@ -246,9 +246,11 @@ def _drop_trace_metadata(model: ir.Model) -> None:
 
 
 def _name_dimensions(model: ir.Model, states: StateTable) -> None:
-    """Name the free dimensions instead of torch's symbols."""
+    """Name the free dimensions instead of torch's symbols, and those of states without rows, to which hosts may give spare rows."""
     names: dict[str, str] = {}
-    grown = {s.past: (int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None}
+    growths = [(s, int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None]
+    grown = {s.past: (axis, dimension) for s, axis, dimension in growths}
+    empty = {name: place for s, *place in growths if not s.growth["rows"] for name in (s.past, s.present)}
 
     def learn(value: ir.Value, axis: int, name: str) -> None:
         if value.shape is not None and isinstance(dim := value.shape[axis], ir.SymbolicDim):
@@ -267,6 +269,9 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
         for axis, dim in enumerate(value.shape):
             if isinstance(dim, ir.SymbolicDim) and str(dim.value) in names:
                 value.shape[axis] = names[str(dim.value)]
+        if value.name in empty:
+            axis, dimension = empty[value.name]
+            value.shape[axis] = dimension
 
 
 def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:

@@ -1,5 +1,6 @@
 """Building engines: TensorRT-RTX for real, which needs no GPU; the checks around TensorRT with a stand-in for its module."""
 
+import json
 import subprocess
 import sys
 import types
@@ -14,7 +15,8 @@ import pytest
 from still_export.engines.build import BuildOptions, build_engines, reopen
 from still_export.engines.builder import plugin_layers, runs_on, write_atomically
 from still_export.errors import ConfigError, PackageError, UnsupportedError
-from still_export.package.folder import Package, open_package
+from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.trust import trust_package
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.registry import target_of
@@ -294,6 +296,19 @@ def test_engines_for_one_row_have_no_profile_for_more(tmp_path: Path, monkeypatc
     build_engines(package)
     assert [p["input_ids"] for p in module.configs[0].profiles] == [((1, 1), (1, 2048), (1, 2048)), ((1, 1),) * 3]
     assert open_package(package.path).manifest["engines"][0]["profiles"] == ["prefill", "decode"]
+
+
+def test_states_of_a_fixed_size_have_it_in_every_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = trt_package(tmp_path / "trt", monkeypatch)
+    manifest = json.loads((package.path / "manifest.json").read_text())
+    for state in manifest["states"]:
+        if state["growth"]:
+            state["growth"]["fixed"] = True
+    write_manifest(package.path, {k: v for k, v in manifest.items() if k != "files"})
+    trust_package(package.path)
+    module = fake_tensorrt.install(monkeypatch, "8.6.1")
+    build_engines(open_package(package.path))
+    assert {p["past_salient_key.0"][0][2] for p in module.configs[0].profiles} == {SALIENT * (12 - 2)}
 
 
 def test_packages_for_one_row_have_a_second_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,10 @@ def assert_close(expected: Arrays, actual: Arrays, dtype: str = "float32") -> No
         )
 
 
-def test_interface(export_tiny: Exporter) -> None:
+@pytest.mark.parametrize("still", [{}, {"salient_per_chunk": 0}], ids=["salient", "none"])
+def test_interface(still: dict[str, Any], export_tiny: Exporter) -> None:
     """Names, types and free dimensions are the manifest's; one still node a layer; no loop is unrolled."""
-    package = export_tiny()
+    package = export_tiny(**still)
     graph = onnx.load(package.model_path)
     onnx.checker.check_model(str(package.model_path), full_check=True)
     assert graph.ir_version == 10
