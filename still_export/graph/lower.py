@@ -250,7 +250,12 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
     names: dict[str, str] = {}
     growths = [(s, int(s.growth["axis"]), str(s.growth["dimension"])) for s in states if s.growth is not None]
     grown = {s.past: (axis, dimension) for s, axis, dimension in growths}
-    empty = {name: place for s, *place in growths if not s.growth["rows"] for name in (s.past, s.present)}
+    empty = {
+        name: (axis, dimension)
+        for s, axis, dimension in growths
+        if s.growth and not s.growth["rows"]
+        for name in (s.past, s.present)
+    }
 
     def learn(value: ir.Value, axis: int, name: str) -> None:
         if value.shape is not None and isinstance(dim := value.shape[axis], ir.SymbolicDim):
