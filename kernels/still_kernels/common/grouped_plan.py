@@ -125,8 +125,9 @@ class GroupedVariant(StatelessVariant):
 def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
     """Block sizes on an architecture (90 for sm_90)."""
     wide = variant.dtype == "float32"
-    roomy = SHARED_BYTES[arch] >= WIDE_SHARED and not wide and variant.aligned
-    many = (128, 128, 64, 8, 3) if roomy else (64, 64, 32, 4, 2 if wide else 3)
+    large = SHARED_BYTES[arch] >= WIDE_SHARED and not wide
+    roomy = large and variant.aligned
+    many = (128, 128, 64, 8, 3) if roomy else (64, 64, 32, 4, 3 if large else 2)  # with 3 stages sm_89 spills
 
     def block(rows: int, outputs: int, inner: int, warps: int, stages: int) -> KernelTile:
         return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
