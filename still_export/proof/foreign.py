@@ -182,7 +182,7 @@ class ForeignProof:
                 found = self.package.feed(self.sequences[:batch, begin:end])
                 yield "logits", _off(found, exact[:batch, end - found.shape[1] : end])
             for state, key in self._named():
-                held = self.package.held[state.name]
+                held = self.package.arrays[state.name]
                 if key in kept and held.shape[2] == ends[-1]:
                     yield key, _off(held, kept[key][:batch, :, : ends[-1]])
 

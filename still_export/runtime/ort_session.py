@@ -34,8 +34,8 @@ BODIES_ON_CUDA = (
     "Export with --native --arch sm_90 (or what your GPU is) for kernels"
 )
 
-KERNELS_OF_OURS = "plugin"
-"""Nodes of a package's quantized weights (quantization/policy.py) that the library computes on GPUs alone."""
+OWN_KERNELS = "plugin"
+"""Nodes of quantized weights (quantization/policy.py) that the native library computes on GPUs only."""
 
 UNPACKED_MOST = 400_000_000
 """Parameters of a model whose codes are unpacked as the session opens, where function bodies run. That takes 9 bytes for each at the
@@ -58,8 +58,7 @@ def default_threads() -> int:
 
 
 def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
-    """The package's native kernels, where they are for this kind of machine and provider and may be loaded; else one line on stderr
-    says why not.
+    """The package's native kernels, or None if this machine or provider cannot load them; one line on stderr gives the reason.
 
     Raises:
         RunError: It is not the file that was exported.
@@ -70,7 +69,7 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         return None
     if native is None:
         return None
-    quantized = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    quantized = (manifest.get("quantization") or {}).get("nodes") == OWN_KERNELS
     if provider == "cpu" and quantized and native.get("archs"):
         print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
@@ -91,9 +90,9 @@ def allow_opset(manifest: dict[str, Any]) -> None:
 
 
 def keeps_codes(manifest: dict[str, Any], graph: str | bytes) -> bool:
-    """Whether function bodies of low-bit layers unpack their weights in every call, as unpacking them once would need too much memory: of
-    models beyond UNPACKED_MOST, and of other graphs than the package's own, which only proofs open and which need 34 bytes a parameter."""
-    coded = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    """Whether function bodies unpack low-bit weights in every call, because unpacking once would need too much memory: in models beyond
+    UNPACKED_MOST, and in graphs other than the package's own (opened by proofs only), which need 34 bytes a parameter."""
+    coded = (manifest.get("quantization") or {}).get("nodes") == OWN_KERNELS
     return coded and (graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST)
 
 
@@ -168,7 +167,7 @@ def open_session(
 
 
 def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]:
-    """Let weights that are the same bytes of a file, such as an embedding that is the head's too, be mapped once.
+    """Map weights that are the same bytes of a file, such as an embedding used as the head, only once.
 
     Returns:
         Values that must live as long as the session.
@@ -178,12 +177,12 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
     data = graph if isinstance(graph, bytes) else graph.read_bytes() if graph.is_file() else b""
     try:
         stored = stored_tensors(data, MODEL)
-    except CheckError:  # of what is wrong ONNX Runtime says more
+    except CheckError:  # ONNX Runtime's own message is more precise
         return []
     places: dict[tuple[str, int, int], list[StoredTensor]] = {}
     for tensor in stored:
         places.setdefault((tensor.file, tensor.offset, tensor.size), []).append(tensor)
-    held = []
+    values = []
     for (name, offset, size), tensors in places.items():
         file = folder / name
         whole = all(x.type in NUMPY_TYPES and _size(x) == size for x in tensors)
@@ -194,8 +193,8 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
         for x in tensors:
             value = onnxruntime.OrtValue.ortvalue_from_numpy(mapped.view(NUMPY_TYPES[x.type]).reshape(x.shape))
             options.add_initializer(x.name, value)
-            held.append(value)
-    return held
+            values.append(value)
+    return values
 
 
 def _size(tensor: StoredTensor) -> int:

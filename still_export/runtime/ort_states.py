@@ -74,16 +74,16 @@ class States:
         self.past = {}
 
     def resize(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make buffers of these shapes by state, keeping what the states hold."""
+        """Allocate buffers of these shapes by state; their content stays."""
         past: dict[str, Any] = {}
         for state in self.table:
-            shape, kept = shapes[state.name], self.past.get(state.name)
-            if kept is not None and tuple(kept.shape()) == shape:
-                past[state.name] = kept
+            shape, current = shapes[state.name], self.past.get(state.name)
+            if current is not None and tuple(current.shape()) == shape:
+                past[state.name] = current
                 continue
             array = np.zeros(shape, NUMPY_TYPES[state.dtype])
-            if kept is not None:
-                previous = self.values.array(kept)
+            if current is not None:
+                previous = self.values.array(current)
                 array[tuple(slice(0, n) for n in previous.shape)] = previous
             past[state.name] = self.values.tensor(array, state.dtype)
         self.past, self.turn = past, 0
@@ -120,13 +120,13 @@ class States:
             self.past[state.name] = self.values.tensor(arrays[state.name], state.dtype)
 
     def fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write `arrays` [1, ...] over one sequence, and zeros where they have nothing."""
+        """Overwrite one sequence with `arrays` [1, ...], and with zeros elsewhere."""
         for state in self.table:
-            value, given = self.past[state.name], arrays.get(state.name)
+            value, source = self.past[state.name], arrays.get(state.name)
             array = self.values.array(value)
-            if given is None or given.shape[1:] != array.shape[1:]:
+            if source is None or source.shape[1:] != array.shape[1:]:
                 array[sequence] = 0
-            if given is not None:
-                array[sequence][tuple(slice(0, n) for n in given.shape[1:])] = given[0]
+            if source is not None:
+                array[sequence][tuple(slice(0, n) for n in source.shape[1:])] = source[0]
             if self.values.device != "cpu" or state.dtype == "bfloat16":  # a copy; elsewhere the value's own memory
                 value.update_inplace(self.values.tensor(array, state.dtype))

@@ -103,8 +103,8 @@ class Sampling:
             tokens = tokens[np.argsort(-weight[tokens], kind="stable")][:count]
             mass = np.cumsum(weight[tokens])
             # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
-            kept = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
-            kept[0] = True
-            if self.top_k or count == weight.size or not kept[-1]:
-                return tokens[kept]
+            nucleus = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
+            nucleus[0] = True
+            if self.top_k or count == weight.size or not nucleus[-1]:
+                return tokens[nucleus]
             count = min(8 * count, weight.size)

@@ -146,10 +146,9 @@ class Snapshot:
 
 
 def digest(model: Runner) -> str:
-    """Of what a state's numbers depend on: the portable package, so that those that were lowered from it for other runtimes go on from each
-    other's states, and the adapter."""
-    told = (
-        model.manifest.get("state_identity") or model.manifest["files"]
-    )  # of a package that was exported before there was one
-    parts = [told, *([model.adapter] if model.adapter else [])]
+    """Hash of what a state's numbers depend on: the portable package and the adapter. Packages lowered from one portable package can
+    continue each other's states."""
+    # Packages of older versions have no state_identity.
+    identity = model.manifest.get("state_identity") or model.manifest["files"]
+    parts = [identity, *([model.adapter] if model.adapter else [])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -138,16 +138,16 @@ class Speculation:
 
     def __init__(self, most: int, guesser: Callable[[Sequence[int], int], Guesser] = look_up) -> None:
         self.most, self.guesser = most, guesser
-        self.steps = self.guesses = self.held = 0
+        self.steps = self.guesses = self.accepted = 0
         self.won_s = 0.0
         self._hits = dict(HITS)
         self._times: dict[tuple[int, int], deque[float]] = {}  # by sequences and guesses of a step
         self._balance, self._since, self._last = 0.0, 0, 0
 
     def guess(self, guesser: Guesser, most: int, sequences: int = 1) -> list[int]:
-        """Guesses of `guesser` for a step of `sequences` sequences, at most `most`; none where guesses lose."""
-        for sure, held in guesser.outcomes:
-            self._hits[sure] += LEARNED * (held - self._hits[sure])
+        """At most `most` guesses of `guesser` for a step of `sequences` sequences; none if guessing would be slower."""
+        for sure, right in guesser.outcomes:
+            self._hits[sure] += LEARNED * (right - self._hits[sure])
         guesser.outcomes.clear()
         known = len(self._times.get((sequences, 0), ())) > 1
         kind = guesser.sure() if most > 0 and known and self._balance >= 0 else None
@@ -156,8 +156,8 @@ class Speculation:
         sizes = [1 << i for i in range(self.most.bit_length())] + [self.most]
         share = min(self._hits[kind], 0.99)
         most = min(most, max(FIRST, 2 * self._last))
-        said = {n: (1 - share ** (n + 1)) / (1 - share) for n in sizes if n <= most}
-        rates = {n: tokens / self._time(sequences, n) for n, tokens in said.items()}
+        expected = {n: (1 - share ** (n + 1)) / (1 - share) for n in sizes if n <= most}
+        rates = {n: tokens / self._time(sequences, n) for n, tokens in expected.items()}
         best = max(rates, key=lambda n: rates[n])
         return guesser.guess(best) if rates[best] * self._time(sequences, 0) > 1 else []
 
@@ -171,14 +171,14 @@ class Speculation:
                 if size and times:
                     times.popleft()
 
-    def guessed(self, seconds: float, guesses: Sequence[int], held: Sequence[int]) -> None:
+    def guessed(self, seconds: float, guesses: Sequence[int], accepted: Sequence[int]) -> None:
         """Record the time of a step with guesses: guessed and accepted tokens of each sequence."""
         self.steps += 1
         self.guesses += sum(guesses)
-        self.held += sum(held)
-        self._last = max(held)
+        self.accepted += sum(accepted)
+        self._last = max(accepted)
         plain = self._time(len(guesses), 0)
-        won = (1 + sum(held) / len(held)) * plain - seconds
+        won = (1 + sum(accepted) / len(accepted)) * plain - seconds
         self.won_s += won
         kind = len(guesses), max(guesses)
         if kind in self._times:
@@ -208,7 +208,7 @@ class Speculation:
         return {
             "steps": self.steps,
             "guessed_tokens": self.guesses,
-            "accepted_tokens": self.held,
-            "accepted_a_step": round(self.held / max(1, self.steps), 2),
+            "accepted_tokens": self.accepted,
+            "accepted_a_step": round(self.accepted / max(1, self.steps), 2),
             "won_s": round(self.won_s, 3),
         }

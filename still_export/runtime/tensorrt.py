@@ -103,7 +103,7 @@ class TrtModel(TrtEngine, Runner):
         self.check_capacity(tokens)
         self._drop_guess()
         self._graphs: dict[str, Any] = {}  # by profile
-        self._kept: dict[str, Buffer] = {}  # states before a call of guesses
+        self._saved: dict[str, Buffer] = {}  # states before a call of guesses
         self._bound: dict[str, tuple[int, ...]] = {}
         try:
             self._grow(self.ample(tokens, max(0, 2 * self.room - tokens)))
@@ -133,8 +133,8 @@ class TrtModel(TrtEngine, Runner):
 
     def _fitting(self, tokens: int) -> str:
         """How much of the state would fit into free memory, for a message."""
-        held = sum(buffer.size for buffer in self._state.values())
-        free = held + self.driver.memory()[0]
+        used = sum(buffer.size for buffer in self._state.values())
+        free = used + self.driver.memory()[0]
         texts = []
         for count in {self.batch, 1}:
             least, most = 0, tokens
@@ -250,17 +250,17 @@ class TrtModel(TrtEngine, Runner):
         """Save the states that rejected tokens change, or restore them."""
         for state in self.table:
             if state.apart:
-                held = self._state[state.name]
+                buffer = self._state[state.name]
                 try:
-                    kept = self._kept.get(state.name) or self._kept.setdefault(
-                        state.name, Buffer(self.driver, held.size)
+                    saved = self._saved.get(state.name) or self._saved.setdefault(
+                        state.name, Buffer(self.driver, buffer.size)
                     )
                 except CudaError as error:
                     raise TrtError(
                         f"{error} Guesses over a chunk's end keep a copy of it: use a smaller batch, or --guess none."
                     ) from error
-                source, target = (kept, held) if back else (held, kept)
-                self.driver.copy(target.address, source.address, held.size)
+                source, target = (saved, buffer) if back else (buffer, saved)
+                self.driver.copy(target.address, source.address, buffer.size)
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         self._drop_guess()
@@ -271,17 +271,17 @@ class TrtModel(TrtEngine, Runner):
                 if size:
                     self._state[state.name].zero(sequence * size, size)
             elif size:
-                held = np.zeros(shape, NUMPY_TYPES[state.dtype])
-                held[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
-                self._state[state.name].write(held, sequence * size)
-                self.driver.synchronize()  # before `held` is freed
+                padded = np.zeros(shape, NUMPY_TYPES[state.dtype])
+                padded[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
+                self._state[state.name].write(padded, sequence * size)
+                self.driver.synchronize()  # before `padded` is freed
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            held = np.zeros(self._state_shapes[name], array.dtype)
-            held[tuple(slice(0, n) for n in array.shape)] = array
-            self._state[name].write(held)
-            self.driver.synchronize()  # before `held` is freed
+            padded = np.zeros(self._state_shapes[name], array.dtype)
+            padded[tuple(slice(0, n) for n in array.shape)] = array
+            self._state[name].write(padded)
+            self.driver.synchronize()  # before `padded` is freed
 
     def _graph(self, profile: str, tokens: int) -> Any:
         """A captured call, if all inputs are set. A decode step reads the token that it chose before, and writes the next one and the new

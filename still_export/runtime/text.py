@@ -175,17 +175,17 @@ class TextPieces:
             piece, self._shown = self.end(), len(self._seen)
             return piece + self._marks[token]
         self._seen.append(token)
-        piece, held = self.end(), 0
+        piece, pending = self.end(), 0
         if piece.endswith("\ufffd"):
-            held = self._unfinished(piece)
-            piece = piece[:-1] if held else piece
-        if held == len(self._seen) - self._shown:
+            pending = self._unfinished(piece)
+            piece = piece[:-1] if pending else piece
+        if pending == len(self._seen) - self._shown:
             return ""
         if not piece:  # a special token, or white space at the beginning
             self._seen = self._seen[-TAIL:]
-            self._shown = len(self._seen) - held
+            self._shown = len(self._seen) - pending
             return ""
-        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown - held
+        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown - pending
         return piece
 
     def _unfinished(self, piece: str) -> int:
@@ -295,8 +295,8 @@ class Answer:
         pieces = until(self._text.stream(self.tokens, self._text.marks), StopTexts(self._stop))
         parts = [*map(split.push, pieces), split.end()]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        said = {"role": "assistant", "content": content}
-        return {**said, "reasoning_content": thought} if thought else said
+        message = {"role": "assistant", "content": content}
+        return {**message, "reasoning_content": thought} if thought else message
 
     @property
     def first_token_s(self) -> float:

@@ -226,9 +226,9 @@ class _Server:
             raise ApiError(429, message, None, "rate_limit_exceeded")
 
         def understand() -> ParsedRequest:
-            said, name = _parsed(body), self.settings.name
-            chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
-            return to_submit(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
+            content, name = _parsed(body), self.settings.name
+            chosen = kind or (Chat if isinstance(content, dict) and "messages" in content else Completion)
+            return to_submit(understood(chosen, content, name), scheduler.text, scheduler.context, warm=kind is None)
 
         self._reading += 1
         try:
@@ -314,13 +314,13 @@ class _Server:
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:
-    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
+    """Sampling settings of the model's publisher, from the package's generation_config.json; {} if it cannot be read."""
     name = "generation_config.json"
     try:
-        said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
+        settings = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
     except (OSError, ValueError, RecursionError, RunError):
         return {}
-    found = {field: said.get(field) for field in SAMPLING} if isinstance(said, dict) else {}
+    found = {field: settings.get(field) for field in SAMPLING} if isinstance(settings, dict) else {}
     return {field: value for field, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 

@@ -11,11 +11,11 @@ from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.text import Text
 from still_export.serving.requests import Request, Row
 
-KEPT_TOKENS = 2048
-"""Room that a model without requests keeps: growing again copies."""
+IDLE_TOKENS = 2048
+"""Room that an idle model keeps, because growing again copies."""
 
-KEPT_S = 30.0
-"""How long it keeps more, for the next turn of a conversation."""
+IDLE_S = 30.0
+"""How long an idle model keeps more room, for the next turn of a conversation."""
 
 LEAST_FORK = 16
 """Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
@@ -54,8 +54,8 @@ class Rows:
         return sum(1 for _ in self)
 
     def shrink(self) -> None:
-        """Give memory back that no request has used for long."""
-        if self.model.room > KEPT_TOKENS and time.perf_counter() - max(self._left_at) > KEPT_S:
+        """Free memory that no request has used for IDLE_S."""
+        if self.model.room > IDLE_TOKENS and time.perf_counter() - max(self._left_at) > IDLE_S:
             self._start()
 
     def take(self, request: Request, text: Text) -> Row:
@@ -67,20 +67,20 @@ class Rows:
         return row
 
     def begin(self, row: Row) -> None:
-        """Put a row that was taken behind what is known of its prompt."""
+        """Start a row after the longest known prefix of its prompt."""
         row.read = self._has_read(row.number, row.request)
-        kept = self.prefixes.find(row.request.prompt) if self.prefixes else None
-        if self.prefixes and kept and kept.length > row.read:
-            self.model.put(row.number, self.prefixes.state(kept), kept.length)
-            row.read = kept.length
+        cached = self.prefixes.find(row.request.prompt) if self.prefixes else None
+        if self.prefixes and cached and cached.length > row.read:
+            self.model.put(row.number, self.prefixes.state(cached), cached.length)
+            row.read = cached.length
         elif not row.read:
             self.model.forget(row.number)
         if self.prefixes:
             row.request.cached = row.read
             fork = self.prefixes.known(row.request.prompt)
             row.fork = self.on_grid(fork) if fork - row.read >= LEAST_FORK else 0
-            self.prefixes.asked += len(row.request.prompt)
-            self.prefixes.found += row.read
+            self.prefixes.prompt_tokens += len(row.request.prompt)
+            self.prefixes.hit_tokens += row.read
 
     def free(self, row: Row, lost: bool = False) -> None:
         """Take a row from its request; `lost`: its state is not used again."""

@@ -211,7 +211,7 @@ class Scheduler:
         return row.fork if row.read < row.fork < end else end
 
     def _speak(self) -> None:
-        """One more token of every answer that has begun, and those that were guessed."""
+        """Send the next token of every answer that has begun, and correctly guessed ones."""
         rows = [row for row in self._rows if row.request.tokens]
         if not rows:
             return
@@ -225,8 +225,8 @@ class Scheduler:
         found = self._call(rows, last, self.model.feed_greedy if greedy else self.model.feed)
         if speculation is not None:
             speculation.plain(time.perf_counter() - begun, len(rows))
-        for row, said in zip(rows, found or (), strict=False):
-            self._choose(row, said[-1], greedy)
+        for row, choices in zip(rows, found or (), strict=False):
+            self._choose(row, choices[-1], greedy)
 
     def _guesses(self, row: Row, sequences: int) -> list[int]:
         """What may follow in a row, of as many that speak."""
@@ -238,16 +238,16 @@ class Scheduler:
         return speculation.guess(row.guesser, request.max_tokens - len(request.tokens) - 1, sequences)
 
     def _speak_guessed(self, rows: list[Row], last: list[list[int]], begun: float) -> None:
-        """The tokens of answers that follow `last`, what was said and guesses behind it, as far as these are what is chosen."""
+        """Feed `last`, the last token and guesses of each row, and send the tokens up to the first wrong guess."""
         greedy, speculation = all(row.request.sampling.temperature == 0 for row in rows), self.model.speculation
         found = self._call(rows, last, partial(self.model.guess, greedy=greedy))
         if found is None or speculation is None:
             return
-        told: list[list[Event]] = []
+        row_events: list[list[Event]] = []
         failed: dict[int, NotFiniteError] = {}
-        for row, logits, given in zip(rows, found, last, strict=True):
+        for row, logits, tokens in zip(rows, found, last, strict=True):
             events = list[Event]()
-            for choices, guess in zip(logits[-len(given) :], [*given[1:], -1], strict=True):
+            for choices, guess in zip(logits[-len(tokens) :], [*tokens[1:], -1], strict=True):
                 try:
                     token = row.token(choices, greedy)
                 except NotFiniteError as error:
@@ -256,31 +256,30 @@ class Scheduler:
                 events.append(self._event(row, token))
                 if events[-1].ended or token != guess:
                     break
-            told.append(events)
+            row_events.append(events)
         accepted = np.zeros(rows[-1].number + 1 - rows[0].number, np.int64)
-        accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in told]
+        accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in row_events]
         self.model.accept(accepted)  # before an answer that ended is kept
-        held = [max(len(events) - 1, 0) for events in told]
-        speculation.guessed(time.perf_counter() - begun, [len(given) - 1 for given in last], held)
-        for row, events in zip(rows, told, strict=True):
+        hits = [max(len(events) - 1, 0) for events in row_events]
+        speculation.guessed(time.perf_counter() - begun, [len(tokens) - 1 for tokens in last], hits)
+        for row, events in zip(rows, row_events, strict=True):
             for event in events:
-                self._tell(row, event)
+                self._emit(row, event)
             if row.number in failed:
                 self._end(row, str(failed[row.number]))
 
     def _call(
         self, rows: list[Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
     ) -> list[np.ndarray] | None:
-        """What `feed` says of each row that reads its tokens; None where the call failed and they ended.
+        """Results of `feed` by row; None if the call failed, which ends their requests.
 
-        A call spans the rows from the first to the last of `rows`. One that fails may leave their states half written; other rows it does
-        not touch.
+        A call spans the rows from the first to the last of `rows`. A failed call may leave their states half written, but no others.
         """
         first = rows[0].number
         ids = np.zeros((rows[-1].number + 1 - first, max(map(len, tokens))), np.int64)
         counts = np.zeros(len(ids), np.int64)
-        for row, given in zip(rows, tokens, strict=True):
-            ids[row.number - first, : len(given)], counts[row.number - first] = given, len(given)
+        for row, row_tokens in zip(rows, tokens, strict=True):
+            ids[row.number - first, : len(row_tokens)], counts[row.number - first] = row_tokens, len(row_tokens)
         try:
             found = feed(ids, counts, first)
         except Exception as error:  # of any runtime; other requests go on
@@ -301,20 +300,20 @@ class Scheduler:
         self._finish(row.request, Event("", "failed", why))
 
     def _choose(self, row: Row, found: np.ndarray, greedy: bool = False) -> None:
-        """Say the next token of a row; where there is none, its request ends, and no other."""
+        """Send the next token of a row; if its logits are not finite, end its request alone."""
         try:
             token = row.token(found, greedy)
         except NotFiniteError as error:
             self._end(row, str(error))
         else:
-            self._tell(row, self._event(row, token))
+            self._emit(row, self._event(row, token))
 
     def _event(self, row: Row, token: int) -> Event:
         if row.guesser is not None:
             row.guesser.extend([token])
         return row.say(token, () if row.request.ignore_eos else self._ends)
 
-    def _tell(self, row: Row, event: Event) -> None:
+    def _emit(self, row: Row, event: Event) -> None:
         if event.ended:
             self._rows.keep(row, lasting=True)
             self._free(row)

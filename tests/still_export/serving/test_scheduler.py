@@ -349,7 +349,7 @@ def test_what_nobody_foresaw_ends_requests_not_the_thread(
 
 
 def test_an_idle_model_gives_its_memory_back(shared: OrtModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.serving.rows.KEPT_TOKENS", 50)
+    monkeypatch.setattr("still_export.serving.rows.IDLE_TOKENS", 50)
     scheduler = Scheduler(shared, text, rows=2)
     client = Client(Case(0, 120, 3))
     scheduler.submit(client.request)
