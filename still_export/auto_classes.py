@@ -52,18 +52,18 @@ class _Finder(MetaPathFinder):
     """Finds transformers' modules with the other finders."""
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
+        self.searching: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.split(".")[0] != PACKAGE or fullname in self.asked:
+        if fullname.split(".")[0] != PACKAGE or fullname in self.searching:
             return None
-        self.asked.add(fullname)  # prevents recursion in the next line
+        self.searching.add(fullname)  # prevents recursion in the next line
         try:
             spec = find_spec(fullname)
         finally:
-            self.asked.remove(fullname)
+            self.searching.remove(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Counted(spec.loader)
         return spec

@@ -76,11 +76,11 @@ def version(package: str) -> str | None:
 def packages_of(extra: str) -> list[str]:
     """Distributions that an extra needs on this machine."""
     try:
-        wanted = importlib.metadata.requires(DISTRIBUTION) or []
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     found = []
-    for line in wanted:
+    for line in requirements:
         requirement, _, marker = line.partition(";")
         if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
             found.append(re.split(r"[<>=!~\[ ]", requirement.strip())[0])

@@ -36,9 +36,9 @@ def names_of(kind: type) -> tuple[str, ...]:
     return tuple(entry.name for entry in fields(kind) if "help" in entry.metadata)
 
 
-def options_of(kind: type, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `asked` that are options of the dataclass `kind`."""
-    return {name: asked[name] for name in names_of(kind) if name in asked}
+def options_of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `values` that are options of the dataclass `kind`."""
+    return {name: values[name] for name in names_of(kind) if name in values}
 
 
 def flag_of(kind: type, name: str) -> str:

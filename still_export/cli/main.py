@@ -35,8 +35,8 @@ from still_export.sources import local, look
 from still_export.texts.files import read_text
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(flag: bool) -> None:
+    if flag:
         print(f"still-export {still_export.__version__}")
         raise typer.Exit
 
@@ -190,17 +190,17 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError as error:
         if debug:
             raise
-        asked = f": {error}" if str(error) else ""  # NumPy reports size and shape
-        complain("OutOfMemory", f"this machine has too little memory{asked}. Use one with more, or a smaller dtype.")
+        detail = f": {error}" if str(error) else ""  # NumPy reports size and shape
+        complain("OutOfMemory", f"this machine has too little memory{detail}. Use one with more, or a smaller dtype.")
     except BaseException as error:
         # Unforeseen errors, also of libraries: panics of Rust extensions are no Exception. The input may be damaged, or this is a bug.
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
-        said = " ".join(str(error).split())
-        if "can't allocate memory" in said or "bad allocation" in said:
-            complain("OutOfMemory", f"this machine has too little memory for the model: {said[-120:]}")
+        message = " ".join(str(error).split())
+        if "can't allocate memory" in message or "bad allocation" in message:
+            complain("OutOfMemory", f"this machine has too little memory for the model: {message[-120:]}")
         else:
-            complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
+            complain("Unexpected", f"{type(error).__name__}: {message[:300]} (--debug shows where; please report it)")
     sys.exit(2)
 
 

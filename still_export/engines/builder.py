@@ -58,7 +58,7 @@ class EngineBuilder:
 
     def fail(self, what: str) -> BuildError:
         """An error with TensorRT's last messages."""
-        said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
+        reasons = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
         if any("memory" in error.lower() for error in self.errors):
             advice = self._memory_advice()
@@ -74,7 +74,7 @@ class EngineBuilder:
             )
             if joined:
                 advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
-        return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
+        return BuildError(f"{what}:\n  {reasons}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def _memory_advice(self) -> str:
         free, total = self.driver.memory()
@@ -244,8 +244,8 @@ class EngineBuilder:
 
     def _check_plugin_layers(self, plan: Any) -> None:
         """Raise unless every still node became a plugin layer. The parser silently uses a function body otherwise."""
-        wanted = self.package.manifest["plugin_layers"]
-        if not wanted:
+        expected = self.package.manifest["plugin_layers"]
+        if not expected:
             return
         runtime = self.module.Runtime(self.logger)
         if self.trt.version_compatible:
@@ -256,7 +256,7 @@ class EngineBuilder:
         found = engine.create_engine_inspector().get_engine_information(self.module.LayerInformationFormat.JSON)
         (self.package.path / "engine.json").write_text(found)
         counts = plugin_layers(found)
-        for op, count in wanted.items():
+        for op, count in expected.items():
             if counts.get(op, 0) != count:
                 raise BuildError(
                     f"{count} nodes of {op} became {counts.get(op, 0)} plugin layers; engine.json has all layers. "

@@ -338,8 +338,8 @@ def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int])
     """Number of rows of `ids` [B, T] with the last `counts` tokens each the most likely; a served model answers with text."""
     if hasattr(model, "complete_all"):
         pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
-        said = model.complete_all([(prompt_ids, len(rest)) for prompt_ids, rest in pairs])
-        return sum(text.strip() == tokenizer.decode(rest).strip() for text, (_, rest) in zip(said, pairs, strict=True))
+        texts = model.complete_all([(prompt_ids, len(rest)) for prompt_ids, rest in pairs])
+        return sum(text.strip() == tokenizer.decode(rest).strip() for text, (_, rest) in zip(texts, pairs, strict=True))
     rows, longest = torch.from_numpy(ids).to(model.device), max(counts)
     likely = model(rows, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
     right = likely == rows[:, -longest:]
