@@ -174,7 +174,7 @@ def verify(
     with out.phases() as progress:
         if file is not None:
             if record is not None:
-                count = proof.record(package, record, options, follow=choices_file, progress=progress)
+                count = proof.record(package, record, options, selections=choices_file, progress=progress)
             else:
                 count = proof.select(package, file, options, progress=progress)
             verb = f"still-export verify {shlex.quote(str(package))}"

@@ -103,8 +103,8 @@ def _statements(text: str) -> list[str]:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [n for n in body if not (isinstance(n, ast.Import | ast.ImportFrom) or _is_text(n))]
-            setattr(node, "body", kept)  # noqa: B010 - of any kind of node
+            statements = [n for n in body if not (isinstance(n, ast.Import | ast.ImportFrom) or _is_text(n))]
+            setattr(node, "body", statements)  # noqa: B010 - of any kind of node
     return [hashlib.sha256(repr(_filled(node)).encode()).hexdigest() for node in tree.body]
 
 

@@ -95,7 +95,11 @@ class DrawnOnce:
     """
 
     def __init__(self, source: CaseSource, most: int | None = None) -> None:
-        self.source, self.count, self.follows = source, min(most or source.count, source.count), source.follows
+        self.source, self.count, self.uses_decisions = (
+            source,
+            min(most or source.count, source.count),
+            source.uses_decisions,
+        )
         self.head = getattr(source, "head", None)
         self.again = False
         self._questions: dict[int, Question] = {}
@@ -118,13 +122,13 @@ class DrawnOnce:
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         return self.source.by_layer(answers)
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         """Like CaseSource; reuses the first subject's answers if the subject may have made the same choices."""
         self.again = bool(self._drawn) and all(
-            decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
+            each.is_like(self._decisions[number], NEAR) for number, each in decisions.items()
         )
         if not self.again:
-            self._drawn, self._decisions = self.source.draw(numbers, follow), follow
+            self._drawn, self._decisions = self.source.draw(numbers, decisions), decisions
         return [replace(case) for case in self._drawn]
 
     def forget(self) -> None:

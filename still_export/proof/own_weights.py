@@ -87,9 +87,9 @@ def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     found = []
     with subject.open() as session:
         for number in range(prompts.count):
-            asked = prompts.begin(number)
-            outputs = session.carry(asked.feeds)
+            question = prompts.begin(number)
+            outputs = session.carry(question.feeds)
             found += [each["logits"].astype(np.float64) for each in outputs]
-            if asked.steps:
-                found.append(session.step(asked.steps)["logits"].astype(np.float64))
+            if question.steps:
+                found.append(session.step(question.steps)["logits"].astype(np.float64))
     return found

@@ -170,14 +170,14 @@ class Prompts:
             [False, True, False, True, False], [text[0], np.prod(grids[0]), text[1], np.prod(grids[1]), text[2]]
         )
         ids = np.where(seen, -1, self._tokens(1, len(seen)))
-        given = {
+        images = {
             EMBEDDINGS: self.random.standard_normal((1, len(seen), self.channels), np.float32),
             POSITIONS: image_positions(seen, grids, 1)[:, None],
         }
         ends = [text[0] + np.prod(grids[0]) // 2 + 1, len(seen) - 2, len(seen) - 1, len(seen)]
         feeds = []
         for begin, end in pairwise([0, *map(int, ends)]):
-            part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
+            part = {EMBEDDINGS: images[EMBEDDINGS][:, begin:end], POSITIONS: images[POSITIONS][..., begin:end]}
             call = {name: np.ascontiguousarray(x) for name, x in part.items()}
             feeds.append({**next_feed({}, ids[:, begin:end]), **call})
         feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **image_inputs(feeds[0])}
@@ -191,11 +191,11 @@ class Prompts:
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
         feeds = [start, *(next_feed({}, token) for token in tokens)]
         # Steps also define a prompt in pieces: those between two compared states become one call.
-        kept = sorted({0, *places, *(place + 1 for place in places)})
-        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(kept)]
+        cuts = sorted({0, *places, *(place + 1 for place in places)})
+        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(cuts)]
         chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
         return Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
 
 def _call(feed: Arrays) -> ChainCall:
-    return ChainCall(feed["input_ids"], feed["new_tokens"], given=image_inputs(feed))
+    return ChainCall(feed["input_ids"], feed["new_tokens"], images=image_inputs(feed))

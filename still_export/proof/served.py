@@ -252,7 +252,7 @@ class Reference:
 def other_rounding(model: Any, seed: int) -> Iterator[None]:
     """Context with every weight moved randomly within its rounding error, which perturbs results like another rounding."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
-    kept = [weight.detach().clone() for weight in weights]
+    originals = [weight.detach().clone() for weight in weights]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in weights:
@@ -262,7 +262,7 @@ def other_rounding(model: Any, seed: int) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for weight, old in zip(weights, kept, strict=True):
+            for weight, old in zip(weights, originals, strict=True):
                 weight.copy_(old)
 
 
@@ -296,8 +296,8 @@ class ServedVerifier:
             answer_tokens: Most tokens of an answer.
         """
         for load in loads:
-            asked = self.requests(load, requests, answer_tokens)
-            yield self.judge(load, asked, self.engine.serve(load, asked))
+            drawn = self.requests(load, requests, answer_tokens)
+            yield self.judge(load, drawn, self.engine.serve(load, drawn))
 
     def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
         """Random prompts that end near chunk ends or anywhere and arrive a few steps apart; with prefix caching, of any length, and
@@ -366,8 +366,8 @@ class ServedVerifier:
         places = np.arange(len(answer.tokens)), np.array(answer.tokens, np.int64)
         for seed in range(ROUNDINGS):
             with other_rounding(self.half.runner.model, seed):
-                theirs = self.half.logprobs(request.prompt, answer.tokens)
-            if compare(answer, theirs[places], theirs.max(-1), bound).within:
+                logprobs = self.half.logprobs(request.prompt, answer.tokens)
+            if compare(answer, logprobs[places], logprobs.max(-1), bound).within:
                 return True
         return False
 

@@ -129,26 +129,26 @@ class Reference:
         context = prompt[-8:]
         before = self.text(context)
 
-        def said(ids: list[int]) -> str:
+        def text_of(ids: list[int]) -> str:
             return self.text(context + ids)[len(before) :].rstrip("\ufffd")
 
         ids: list[int] = []
         table = np.empty((0, 0))
         lost = ""
         while (answer.count is not None and len(ids) < answer.count) or (
-            answer.count is None and said(ids) != answer.text
+            answer.count is None and text_of(ids) != answer.text
         ):
             if len(ids) % ANSWER_TOKENS == 0 or table.shape[0] <= len(ids):
-                guess = self._rest(ids, said(ids), answer)
+                guess = self._rest(ids, text_of(ids), answer)
                 assumed = [*ids, *guess]
                 table = self.logprobs([*prompt, *assumed])[len(prompt) - 1 :]
             row = table[len(ids)]
             likely = np.argpartition(row, -min(LIKELIEST, len(row)))[-LIKELIEST:]
-            fitting = [int(t) for t in likely if answer.text.startswith(said([*ids, int(t)]))]
-            if answer.ended and said(ids) == answer.text:
+            fitting = [int(t) for t in likely if answer.text.startswith(text_of([*ids, int(t)]))]
+            if answer.ended and text_of(ids) == answer.text:
                 fitting = [t for t in self.ends if t < len(row)] or fitting
             if not fitting:
-                going_on, likeliest = answer.text[len(said(ids)) :][:24], self.text([int(row.argmax())])
+                going_on, likeliest = answer.text[len(text_of(ids)) :][:24], self.text([int(row.argmax())])
                 lost = f"after {len(ids)} tokens it says {going_on!r}; the file's likeliest is {likeliest!r}"
                 break
             ids.append(max(fitting, key=lambda t: row[t]))
@@ -166,9 +166,9 @@ class Reference:
             own = np.abs(half[places, both] - exact[places, both])
         return ReferenceRun(best, chosen, reported, own, lost)
 
-    def _rest(self, ids: list[int], said: str, answer: Answer) -> list[int]:
+    def _rest(self, ids: list[int], text: str, answer: Answer) -> list[int]:
         """Guess the tokens of the remaining text, so that one pass covers all places."""
-        rest = answer.text[len(said) :]
+        rest = answer.text[len(text) :]
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
 
 
@@ -215,13 +215,13 @@ class ServerProof:
             "in pieces": self._pieces,
             "in a batch": self._batch,
         }
-        asked: dict[str, list[tuple[list[int], Answer, Answer | None]]] = {}
+        rows_by_way: dict[str, list[tuple[list[int], Answer, Answer | None]]] = {}
         for name, way in ways.items():
-            asked[name] = list(way())
+            rows_by_way[name] = list(way())
             done(name)
-        runs = {n: [self.reference.evaluate(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
+        runs = {n: [self.reference.evaluate(ids, answer) for ids, answer, _ in rows] for n, rows in rows_by_way.items()}
         bound = bound_of([f for rows in runs.values() for f in rows])
-        return [judge(name, rows, runs[name], bound) for name, rows in asked.items()]
+        return [judge(name, rows, runs[name], bound) for name, rows in rows_by_way.items()]
 
     def _ask(self, ids: list[int], most: int | None = None) -> Answer:
         return self.server.ask(ids if self.server.tokens else self.reference.text(ids), most or self.answer_tokens)
@@ -237,11 +237,11 @@ class ServerProof:
     def _alone(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """New prompts, one after another."""
         self._cold = [(ids, self._ask(ids)) for ids in self._prompts(0)]
-        yield from ((ids, said, None) for ids, said in self._cold)
+        yield from ((ids, answer, None) for ids, answer in self._cold)
 
     def _again(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """The same prompts again, so that the server uses its cache."""
-        yield from ((ids, self._ask(ids), said) for ids, said in self._cold)
+        yield from ((ids, self._ask(ids), answer) for ids, answer in self._cold)
 
     def _turns(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """A conversation: prompt, answer and more text, up to twice."""
@@ -251,9 +251,9 @@ class ServerProof:
                 sent = ids if turn == 0 else self.reference.ids(text)
                 if len(sent) > 2 * max(self.lengths):  # the growing text must fit the prompt lengths
                     break
-                said = self._ask(sent)
-                yield sent, said, None
-                text += said.text + "\n" + SENTENCES[(number + 5 * turn) % len(SENTENCES)][:20] + "\n"
+                answer = self._ask(sent)
+                yield sent, answer, None
+                text += answer.text + "\n" + SENTENCES[(number + 5 * turn) % len(SENTENCES)][:20] + "\n"
 
     def _edited(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """A prompt, then the same with another end, then with another middle and a shorter end."""
@@ -283,7 +283,7 @@ class ServerProof:
         """Other prompts and those of "alone", all at the same time."""
         fresh = self._prompts(4)
         prompts = [*fresh, *(ids for ids, _ in self._cold)]
-        alone: list[Answer | None] = [*(None for _ in fresh), *(said for _, said in self._cold)]
+        alone: list[Answer | None] = [*(None for _ in fresh), *(answer for _, answer in self._cold)]
         with ThreadPoolExecutor(TOGETHER) as pool:
             yield from zip(prompts, pool.map(self._ask, prompts), alone, strict=True)
 
@@ -299,14 +299,14 @@ def judge(
 ) -> WayReport:
     """Compare the answers of one way with the reference along them."""
     report = WayReport(name, requests=len(rows), bound=bound)
-    for number, ((ids, said, alone), found) in enumerate(zip(rows, runs, strict=True)):
+    for number, ((ids, answer, alone), found) in enumerate(zip(rows, runs, strict=True)):
         behind = found.best - found.chosen
         errors = np.abs(found.reported - found.chosen) if found.reported.size else np.zeros(1)
         worst = max(float(behind.max(initial=0)), float(errors.max(initial=0)))
         report.tokens += len(behind)
         report.worst = max(report.worst, worst)
         report.near_ties += int(((behind > 0) & (behind <= 2 * bound)).sum())
-        report.changed += alone is not None and alone.text != said.text
+        report.changed += alone is not None and alone.text != answer.text
         who = f"{name}, request {number} ({len(ids)} tokens)"
         finite = bool(np.isfinite(found.reported).all()) and bool(np.isfinite(behind).all())
         if found.lost:
@@ -323,7 +323,7 @@ def judge(
             report.wrong.append(
                 f"{who}: the log-probability of token {place} is {errors[place]:.2g} off, bound {bound:.2g}"
             )
-        elif not len(behind) and not said.ended:
+        elif not len(behind) and not answer.ended:
             report.wrong.append(f"{who}: nothing was said")
     return report
 
@@ -339,7 +339,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
 
     from still_export.models.load import load_model, load_tokenizer, source_dtype
 
-    path, notes, ours = Path(file), [], False
+    path, notes, own_reader = Path(file), [], False
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = str(path.parent) if where else str(file)
     try:
@@ -349,11 +349,11 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
         if not type(model).__module__.startswith("transformers."):
             notes.append("transformers has no class of this family: the reference is this project's own class")
     except (ValueError, KeyError, NotImplementedError, OSError):
-        model, tokenizer, ours = load_model(file, dtype="float32"), load_tokenizer(file), True
+        model, tokenizer, own_reader = load_model(file, dtype="float32"), load_tokenizer(file), True
         notes.append("transformers does not read this file: the reference was read by this project's own reader")
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = ends if ends is not None else tokenizer.eos_token_id
-    kind = source_dtype(file) if ours else _stored_type(path if path.is_dir() and not where else None)
+    kind = source_dtype(file) if own_reader else _stored_type(path if path.is_dir() and not where else None)
     stored = str(kind).removeprefix("torch.")
     own: Callable[[Sequence[int]], np.ndarray] | None = None
     if where:
@@ -362,7 +362,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     elif stored != "float32":
         half = (
             load_model(file, dtype=stored)
-            if ours
+            if own_reader
             else AutoModelForCausalLM.from_pretrained(source, dtype=stored).eval()
         )
         own = lambda ids: logprobs_of(half, ids)  # noqa: E731

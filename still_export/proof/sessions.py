@@ -55,8 +55,8 @@ class Session:
         """Load the state in `feed`, in any float type, with room for its tokens."""
         table = self.model.table
         empty = table.shapes(len(feed["past_length"]), dict.fromkeys(table.growths, 0))
-        given = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is called by itself
-        states = {s.name: given[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
+        arrays = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is called by itself
+        states = {s.name: arrays[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
         self._shapes = {s.name: feed[s.past].shape for s in table if s.past in feed}
 
@@ -71,9 +71,9 @@ class Session:
 
     def _fed(self, feed: Arrays) -> Arrays:
         """Outputs of one call from the present state."""
-        ids, new, given = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
+        ids, new, images = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
         seen: Any = self.model
-        return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
+        return self._outputs(seen.feed_seen(ids, images, new) if images else self.model.feed(ids, new))
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
         """Outputs after `tokens` [B, 1] one by one, with all logits [B, steps, V]."""
@@ -112,7 +112,7 @@ class Session:
         for part in halves:
             self._outgrow()
             tokens += [t.copy() for t in self.model.greedy(tokens[-1], part)]
-        kept = self.model.state_arrays()
+        after_replay = self.model.state_arrays()
         self._begin(start)
         wrong, done = 0, 0
         for part in halves:
@@ -124,7 +124,9 @@ class Session:
                 chosen = np.take_along_axis(logits, tokens[done][:, None].astype(np.int64), axis=1)[:, 0]
                 wrong += int((chosen < logits.max(-1)).sum())  # equal logits are both likeliest
         single = self.model.state_arrays()
-        differing = [name for name, array in kept.items() if not np.array_equal(array, single[name], equal_nan=True)]
+        differing = [
+            name for name, array in after_replay.items() if not np.array_equal(array, single[name], equal_nan=True)
+        ]
         detail = f"{wrong} tokens and the states {', '.join(differing) or 'none'} differ"
         name = f"{count} replayed steps of {len(tokens[0])} rows equal single steps"
         return [Check(name, not wrong and not differing, detail)]

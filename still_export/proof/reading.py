@@ -16,7 +16,7 @@ ROOM = 0.5
 
 
 @dataclass(frozen=True)
-class Theirs:
+class Reading:
     """A model as another program reads it.
 
     Args:
