@@ -23,7 +23,7 @@ Arguments = Mapping[str, Any] | None
 class LanguageModel:
     """A package's model. It runs one call at a time, because its state is updated in place.
 
-    Each call starts from the prefix: initially empty, or what `read` has read, or what `restore` was given.
+    Each call starts from the prefix: initially empty, then the state after `read` or `restore`.
 
         model.read(document, chat=True)                      # once; seconds for a long one
         model.snapshot().save("document.safetensors")

@@ -13,8 +13,8 @@ from still_export.package.calls import Arrays
 def has_narrow_caches(manifest: Mapping[str, Any]) -> bool:
     """Whether keys and values have fewer bits than the activations (codes, or half precision in float32). Such packages use the bounds of
     half precision."""
-    kept = {state["dtype"] for state in manifest["states"]}
-    return "int32" in kept or ("float16" in kept and manifest["model"]["dtype"] == "float32")
+    types = {state["dtype"] for state in manifest["states"]}
+    return "int32" in types or ("float16" in types and manifest["model"]["dtype"] == "float32")
 
 
 def scale_name(output: str) -> str:

@@ -113,7 +113,7 @@ class Runner(Decoder):
         """Reserve room for `tokens` more tokens of every sequence, or [R] of the sequences from `first` on; the state stays.
 
         Raises:
-            RunError: They are more than the package holds; nothing is changed then.
+            RunError: They exceed the package's capacity; nothing is changed then.
         """
         seen = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
         needed = int((seen + tokens).max())
@@ -203,8 +203,7 @@ class Runner(Decoder):
         """Like `feed`, for at most 1 + `guesses` tokens, but states change only with `accept`.
 
         Returns:
-            Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]; a sequence that brings n tokens has theirs in its last n
-            rows.
+            Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]. A sequence with n new tokens uses its last n rows.
 
         Raises:
             RunError: The package was exported without --speculate, this runner accepts no guesses, or they are too many.
@@ -257,7 +256,7 @@ class Runner(Decoder):
         """Set one sequence to `arrays`, which `take` returned after `length` tokens; the others are unchanged.
 
         Raises:
-            RunError: They are more tokens than the package holds; nothing is changed then.
+            RunError: They exceed the package's capacity; nothing is changed then.
         """
         self.check_capacity(length)
         if length > self.room:

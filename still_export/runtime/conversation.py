@@ -42,12 +42,12 @@ class Conversation:
         sampling: How tokens are chosen.
         system: System message.
         stop: Texts that end an answer.
-        prefix: What was read before the first message (see `Text.opening`); it stays.
-        prefixes: Keeps the states of turns, so that none is read again after `back`.
+        prefix: State before the first message (see `Text.opening`); it stays.
+        prefixes: Caches the states of turns, so that `back` needs no reading.
         arguments: Of the chat template, such as `enable_thinking`.
 
     Raises:
-        RunError: The package has no chat template, or none for a system message: said before anyone types one.
+        RunError: The package has no chat template, or its template accepts no system message.
     """
 
     def __init__(

@@ -46,10 +46,10 @@ class Guess:
     """A call with guessed tokens that waits for `accept`.
 
     Args:
-        apart: States after some of the tokens are not those after all of them.
-        first: First of its sequences.
-        part: Of them those that were asked.
-        brought: Number of tokens of each, [R].
+        apart: The new states lie in a second buffer, because rejecting tokens changes them.
+        first: First sequence of the call.
+        part: The caller's sequences among those of the call.
+        brought: New tokens of each sequence, [R].
         tokens: Columns of the call.
     """
 

@@ -14,9 +14,9 @@ class Feeding:
     """A model's feeding rules.
 
     Args:
-        every: Tokens of a text behind which the runner inserts one; 0: nowhere.
-        token: The id that is inserted.
-        whole_prompts: The model decides by all of a prompt, which is one call and continues no other.
+        every: The runner inserts a token after every so many tokens of the text; 0: never.
+        token: The inserted id.
+        whole_prompts: The model needs the whole prompt in one call, which continues no earlier state.
     """
 
     every: int = 0

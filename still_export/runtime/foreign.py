@@ -127,11 +127,11 @@ class ForeignModel:
 
     Args:
         path: A folder with genai_config.json, with a graph named as optimum-onnx and transformers.exporters name it, or an ONNX file.
-        head_size: Of the model; what genai_config.json says goes before.
+        head_size: Of the model, unless genai_config.json has one.
 
     Raises:
         PackageError: Nothing is there, or it cannot be read.
-        UnsupportedError: It has no states, or inputs that are not understood.
+        UnsupportedError: It has no states, or unknown inputs.
     """
 
     def __init__(self, path: Path, head_size: int) -> None:

@@ -48,18 +48,18 @@ states, and copies do too, so spare room costs time."""
 class OrtModel(Runner):
     """A package's model in ONNX Runtime.
 
-    States that the manifest allows to be written in place are, and with kernels all are; the others alternate between two buffers, so a
-    call allocates nothing but its logits.
+    States that the manifest allows, and with kernels all states, are updated in place. The others alternate between two buffers. So a call
+    allocates only its logits.
 
     Args:
         folder: The package.
-        threads: Intra-op threads, 0 = OMP_NUM_THREADS, where that is not set ONNX Runtime's choice.
+        threads: Intra-op threads; 0: OMP_NUM_THREADS, or ONNX Runtime's choice if it is not set.
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile of each session into the working directory.
-        check: Compare the weights with their hashes, beside loading them.
-        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
-        watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
-        bodies: Function bodies run, though the package has kernels.
+        check: Compare the weights with their hashes while loading them.
+        replay: Replay single steps from CUDA graphs, which needs the package's CUDA kernels; None: if it has them.
+        watched: (graph with further outputs, their names). `seen` then has (lengths before, new tokens, these outputs) of each call.
+        bodies: Run function bodies even if the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -138,9 +138,9 @@ class OrtModel(Runner):
         self._mapped.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
-        """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
+        """As of Runner. The adapter is bound to inputs that are otherwise empty; the weights do not change.
 
-        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) do not reach a call with I/O binding.
+        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) have no effect on calls with I/O binding.
         """
         dtype = self.manifest["model"]["dtype"]
         if dtype == "bfloat16" and inputs:
@@ -317,7 +317,7 @@ class OrtModel(Runner):
             self.head.clear()
 
     def step(self, token: np.ndarray) -> np.ndarray:
-        """As of Runner; the replay of a captured step where the session replays."""
+        """As of Runner; replays a captured step if the session can."""
         if not self.replays or self.feeding.every:
             return super().step(token)
         return self.values.floats(self._stepped(token)["logits"])[:, -1]
@@ -330,7 +330,7 @@ class OrtModel(Runner):
         return values
 
     def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
-        """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one."""
+        """Replay the captured call over `input_ids` [B, T] of all sequences, `counts` [B] of them new; None: one each."""
         self.guessed = None
         self.reserve(1 if counts is None else counts)
         self._reserve_counted(1 if counts is None else int(counts.max()))

@@ -9,12 +9,12 @@ from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, REPLAY
 
 GUESSED, APART, FOLDED = "guessed", "apart", "folded"
-"""Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
-holds into the states before."""
+"""Calls with guesses whose rejection needs no change of states; those that write new states to a second buffer; and folds, which apply the
+accepted tokens to the states before."""
 
 
 def replayed(session: Any) -> list[str]:
-    """The outputs of a call of guesses that the fold reads."""
+    """Outputs of a call with guesses that the fold reads."""
     return [value.name for value in session.get_outputs() if value.name.startswith(REPLAY)]
 
 
@@ -22,8 +22,8 @@ class Bindings:
     """A binding for each kind of call, kept until the states' buffers change.
 
     Attributes:
-        adapter: Values of the inputs that a LoRA adapter has.
-        given: Of those that images have, for one call.
+        adapter: Values of a LoRA adapter's inputs.
+        image_inputs: Values of image inputs, for one call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -66,7 +66,7 @@ class Bindings:
                 binding.bind_ortvalue_input(name, value)
         if output == FOLDED:
             guessed, _ = self._bound[first, sequences, tokens, model.states.turn, APART]
-            # Behind logits and length.
+            # The first two are logits and length.
             for name, value in zip(replayed(model.session), guessed.get_outputs()[2:], strict=False):
                 binding.bind_ortvalue_input(name, value)
         self._bind_outputs(session, binding, output)

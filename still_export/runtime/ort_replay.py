@@ -14,7 +14,7 @@ from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, NEXT_TOKEN
 
 ALIGNED = 32
-"""Numbers of 8 bytes from input to input, a multiple: kernels read their first ones together."""
+"""Inputs start at multiples of so many 8-byte numbers, because kernels read aligned vectors."""
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
 
@@ -30,7 +30,7 @@ class Captured(NamedTuple):
 
 
 class Replays:
-    """The captured calls, by tokens and by which buffers hold the states."""
+    """The captured calls, by number of tokens and by the buffers with the states."""
 
     def __init__(self, model: Any) -> None:
         self.model = proxy(model)  # an OrtModel, as in Bindings

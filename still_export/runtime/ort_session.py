@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime over a package: its version, kernels and weights are checked before, what the graph says behind.
+"""Sessions of ONNX Runtime over a package. Version, kernels and weights are checked before, inputs and outputs of the graph after opening.
 
 Exports copy this file into the package, for run_ort.py.
 """
@@ -38,17 +38,17 @@ OWN_KERNELS = "plugin"
 """Nodes of quantized weights (quantization/policy.py) that the native library computes on GPUs only."""
 
 UNPACKED_MOST = 400_000_000
-"""Parameters of a model whose codes are unpacked as the session opens, where function bodies run. That takes 9 bytes for each at the
-peak, and makes a step of SmolLM2's 0.02 s for 0.6. Larger models unpack in every call."""
+"""Up to so many parameters, function bodies' weights are unpacked when the session opens. That needs 9 bytes a parameter at the peak and
+makes a step of SmolLM2 take 0.02 s instead of 0.6. Larger models unpack in every call."""
 
 NEW_OPSET = 27
-"""Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+"""Opset of ai.onnx for whose ops ONNX Runtime 1.31 has kernels, but which it loads only if the environment allows it."""
 
 NUMPY_TYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
 """Of onnx.proto's numbers."""
 
 MOST_THREADS = 1024
-"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+"""More than any machine has for one session; ONNX Runtime ends the process if it cannot start the requested number."""
 
 
 def default_threads() -> int:
@@ -97,8 +97,7 @@ def keeps_codes(manifest: dict[str, Any], graph: str | bytes) -> bool:
 
 
 def keep_codes(options: Any) -> None:
-    """Let ONNX Runtime compute what no input changes in every call, and give memory back as soon as it can. An arena keeps what the largest
-    layer took on its way, and twice that where calls have other shapes."""
+    """Disable constant folding, and free memory early: an arena would keep the largest layer's memory, twice if shapes vary."""
     options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
 
@@ -218,7 +217,7 @@ def check_cuda(providers: Sequence[str]) -> None:
 
 
 def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
-    """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
+    """Names of the weight files of a graph of the package; the graph itself is checked.
 
     Raises:
         RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
@@ -227,8 +226,7 @@ def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> 
 
 
 def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: Any) -> None:
-    """Raise RunError where the manifest says otherwise than the graph, and those of `others`, about states, vocabulary, capacity or
-    quantization."""
+    """Raise RunError if the manifest differs from the sessions' graphs in states, vocabulary, capacity or quantization."""
     inputs = {i.name: i for each in (session, *others) for i in each.get_inputs()}
     outputs = {o.name: o for each in (session, *others) for o in each.get_outputs()}
     types = {

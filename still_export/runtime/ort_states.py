@@ -53,13 +53,13 @@ class Values:
 
 
 class States:
-    """The states of all sequences. A state that calls write in place has one buffer, any other two that alternate.
+    """The states of all sequences. A state that is updated in place has one buffer; the others have two that alternate.
 
     Attributes:
-        past: What the next call reads, by state.
-        spare: Where it writes the states that are not written in place.
-        apart: Where a call of guesses writes the others, so that those before it stay.
-        turn: Number of the buffers that hold the states now.
+        past: Buffers that the next call reads, by state.
+        spare: Buffers that it writes, of states that are not updated in place.
+        apart: Buffers that a call with guesses writes instead, so that earlier states stay.
+        turn: Number of the buffers with the current states.
     """
 
     def __init__(self, table: StateTable, values: Values, native: bool) -> None:
@@ -67,7 +67,7 @@ class States:
         self.past: dict[str, Any] = {}
 
     def in_place(self, state: State) -> bool:
-        """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
+        """Kernels update every state in place; function bodies only those that the manifest lists."""
         return state.in_place or self.native
 
     def clear(self) -> None:
@@ -104,7 +104,7 @@ class States:
         self._swap(self.spare, 1)
 
     def swap_apart(self) -> None:
-        """After a call of guesses that all hold: the other states lie apart."""
+        """After a call whose guesses are all accepted, use the states in `apart`."""
         self._swap(self.apart, 2)
 
     def _swap(self, others: dict[str, Any], turn: int) -> None:

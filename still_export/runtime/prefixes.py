@@ -67,7 +67,7 @@ class PrefixCache:
         folder: Stores states that outlive the process.
 
     Attributes:
-        bytes: Memory in use. asked: Tokens of all prompts. found: Tokens of them that were in the cache.
+        bytes: Memory in use. prompt_tokens: Tokens of all prompts. hit_tokens: Those of them that were in the cache.
     """
 
     def __init__(self, table: StateTable, most_bytes: int, folder: PrefixStore | None = None) -> None:

@@ -10,7 +10,7 @@ class Reasoning:
     """Splits an answer in pieces at the marks around its reasoning; marks and white space next to them are dropped.
 
     Args:
-        marks: Before and behind reasoning; see `ChatFormat.thoughts`; None: there is none.
+        marks: Marks before and after reasoning (see `ChatFormat.thoughts`); None: there is no reasoning.
         opened: The prompt ends with the first mark.
     """
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Protocol
 
 LEAST, LONGEST = 3, 8
-"""Shortest and longest n-gram that is looked up. Two tokens are too often followed by others; more than eight find nothing new."""
+"""Shortest and longest n-gram that is looked up. Two tokens have too many continuations; more than eight find nothing new."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
 """Prior share of accepted next tokens, by how sure a guess is (length of its n-gram; 0: a model's)."""
 LEARNED = 0.1
@@ -21,8 +21,8 @@ MORE = 0.35
 FURTHER = 0.5
 """Assumed cost of each further guess, relative to the measured cost per guess."""
 MEASURED, EXPIRY = 9, 64
-"""Steps of a kind whose median is its time (two for plain steps at the start); plain steps after which the times of steps with guesses
-expire."""
+"""Number of steps of a kind whose median time counts (two for plain steps at the start); number of plain steps after which the times of
+steps with guesses expire."""
 FIRST = 4
 """Most guesses while at most half of the last ones were accepted."""
 SHARE, RESERVE = 0.01, 2
@@ -30,10 +30,10 @@ SHARE, RESERVE = 0.01, 2
 
 
 class Guesser(Protocol):
-    """Guesses the tokens that follow one sequence.
+    """Guesses the next tokens of one sequence.
 
     Attributes:
-        outcomes: Of tokens that were said, how sure a guess of them was, and whether it held; for who wants to learn and empties it.
+        outcomes: (sureness, right) of guesses for tokens since chosen; `Speculation` reads and clears it.
     """
 
     outcomes: list[tuple[int, bool]]
@@ -45,7 +45,7 @@ class Guesser(Protocol):
         """How sure its next guess is, a key of HITS; None: there is none."""
 
     def guess(self, most: int) -> list[int]:
-        """Tokens that may follow, at most `most`."""
+        """At most `most` guessed tokens."""
 
 
 class Guessed:
@@ -84,7 +84,7 @@ class Lookup:
         tokens: Known so far.
 
     Attributes:
-        tokens: All that it knows.
+        tokens: All known tokens.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class Lookup:
         self._ends: dict[tuple[int, ...], int] = {}
         self.outcomes: list[tuple[int, bool]] = []
         self.extend(tokens)
-        self.outcomes.clear()  # a prompt's own repetitions say nothing about answers
+        self.outcomes.clear()  # repetitions in a prompt do not predict those in answers
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -123,17 +123,17 @@ class Lookup:
 
 
 class Speculation:
-    """When a model's steps have guesses, how many, and what they gained.
+    """Decides when a model's steps have guesses and how many, and counts what they gain.
 
-    It measures both kinds of steps while running and picks the number of guesses (a power of two) that is fastest, given how often guesses
-    as sure as this one were accepted; none if a plain step is as fast.
+    It measures both kinds of steps while running and picks the fastest number of guesses, a power of two, by how often equally sure guesses
+    were accepted; none if a plain step is as fast.
 
     Args:
         most: Most guesses of a step.
         guesser: Makes one for a sequence that begins with these tokens and has this number.
 
     Attributes:
-        steps: Steps with guesses. guesses, held: Their guessed and accepted tokens. won_s: Seconds saved compared with plain steps.
+        steps: Steps with guesses. guesses, accepted: Their guessed and accepted tokens. won_s: Seconds saved compared with plain steps.
     """
 
     def __init__(self, most: int, guesser: Callable[[Sequence[int], int], Guesser] = look_up) -> None:

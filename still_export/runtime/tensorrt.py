@@ -35,7 +35,7 @@ class TrtModel(TrtEngine, Runner):
 
     Args:
         folder: The package.
-        plugin: Plugin library in the place of the package's.
+        plugin: Plugin library to use instead of the package's.
         device: CUDA device.
     """
 

@@ -48,7 +48,7 @@ def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         module: TensorRT's Python module.
         folder: The package.
         manifest: Its manifest.
-        plugin: Library in the place of the package's.
+        plugin: Library to use instead of the package's.
 
     Returns:
         The library; before TensorRT 10 the variant that registers itself.
@@ -128,7 +128,7 @@ class TrtEngine:
 
     Args:
         folder: The package.
-        plugin: Plugin library in the place of the package's.
+        plugin: Plugin library to use instead of the package's.
         device: CUDA device.
 
     Raises:

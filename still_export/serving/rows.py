@@ -1,4 +1,4 @@
-"""The rows of the batch: who has them, what their states have read, and what of it is kept for later requests."""
+"""The rows of the batch: their requests, the tokens that their states have read, and the states cached for later requests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ IDLE_S = 30.0
 """How long an idle model keeps more room, for the next turn of a conversation."""
 
 LEAST_FORK = 16
-"""Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
+"""A state is cached where two prompts diverge if they share at least so many tokens beyond the cached ones; fewer are cheaper to read."""
 
 
 class Rows:
-    """Rows that requests have, and the states that requests left in the others.
+    """Rows in use by requests, and states that earlier requests left in free rows.
 
     Args:
-        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
-        grid: States are kept at multiples of so many tokens, of prompts alone; 0: everywhere.
+        prefixes: Cache of the states of prompts and answers; None: every prompt is read from its beginning.
+        grid: States are cached only at multiples of so many tokens of prompts; 0: everywhere.
     """
 
     def __init__(self, model: Runner, rows: int, prefixes: PrefixCache | None, grid: int) -> None:
@@ -59,8 +59,8 @@ class Rows:
             self._start()
 
     def take(self, request: Request, text: Text) -> Row:
-        """A free row: the one that has read most of the prompt, or whose state was left longest ago; the lowest of them, since a call spans
-        the rows from the first to the last that it needs."""
+        """Choose a free row: the one that has read most of the prompt, then the least recently used, then the lowest. A call spans all rows
+        from its first to its last, so low numbers are cheaper."""
         free = [number for number, row in enumerate(self._rows) if row is None]
         number = max(free, key=lambda n: (self._has_read(n, request), -self._left_at[n]))
         row = self._rows[number] = Row(number, request, text)
@@ -83,7 +83,7 @@ class Rows:
             self.prefixes.hit_tokens += row.read
 
     def free(self, row: Row, lost: bool = False) -> None:
-        """Take a row from its request; `lost`: its state is not used again."""
+        """Free a row; `lost`: its state is unusable."""
         self._rows[row.number] = None
         if self.prefixes:
             read = self._read_by(row) if not self.grid or self._bare(row) else []
@@ -92,7 +92,7 @@ class Rows:
             self._left[row.number] = []
 
     def keep(self, row: Row, lasting: bool = False) -> None:
-        """Keep the state of all that the row has read; on a grid, of a prompt's beginning alone, which was read in pieces of it."""
+        """Cache the state after all tokens that the row has read; with a grid, only states at grid points of the prompt."""
         if not self.prefixes:
             return
         read = self._read_by(row)
@@ -107,7 +107,7 @@ class Rows:
             self.prefixes.clear()
 
     def on_grid(self, tokens: int) -> int:
-        """The last place up to `tokens` where states may be kept."""
+        """The last place up to `tokens` where states may be cached."""
         return tokens // self.grid * self.grid if self.grid else tokens
 
     def _has_read(self, number: int, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""Which row of the batch reads or says what, token by token. Plain and synchronous: knows no HTTP, and no thread but its callers'."""
+"""Schedules reading and generating over the rows of the batch, token by token. Synchronous, without HTTP or threads of its own."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
 from still_export.serving.rows import Rows
 
 GRID = 64
-"""Tokens at whose multiples prompts of reproducible answers are cut: kernels for CPUs read whole chunks of so many in one call or in
-several with the same sums."""
+"""Prompts of reproducible answers are cut at multiples of so many tokens: CPU kernels compute whole chunks of this size with the same sums
+in one call or several."""
 
 
 class Scheduler:
-    """Requests share the rows of one batch; they join and leave it between two tokens.
+    """Runs requests in the rows of one batch; they join and leave between two tokens.
 
     A round reads one piece of one prompt, then one more token of every answer: a long prompt delays the answers of others by a piece at a
     time, and readers take turns. `submit`, `cancel` and `stop` may be called while another thread steps.
 
     Args:
-        rows: Of the batch: requests that run at the same time.
-        waiting: Requests that may wait for a row, at most.
-        context: Tokens of prompt and answer, at most; None: the package's capacity.
+        rows: Requests that run at the same time.
+        waiting: Most requests that wait for a row.
+        context: Most tokens of prompt and answer; None: the package's capacity.
         piece: Tokens of a prompt that are read at once.
-        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
-        reproducible: A request's numbers are the same bits whoever is served beside it and whatever was read before. Prompts are cut at
-            multiples of GRID tokens, states are kept only there, and nothing is guessed.
+        prefixes: Cache of the states of prompts and answers; None: every prompt is read from its beginning.
+        reproducible: A request's logits are bit-identical whatever else runs or ran before. Prompts are cut at multiples of GRID tokens,
+            states are cached only there, and nothing is guessed.
 
     Raises:
         RunError: More rows or tokens than the package allows, or it cannot be reproducible.
@@ -117,7 +117,7 @@ class Scheduler:
         return table.size_bytes(len(self._rows), table.rows(tokens, self.model.least_rows))
 
     def submit(self, request: Request) -> None:
-        """Take a request; its listener hears of it from now on.
+        """Accept a request; its listener is called from now on.
 
         Raises:
             RunError: It has no tokens, unknown ones, or more than the context.
@@ -160,7 +160,7 @@ class Scheduler:
                 return False
             self._read()
             self._speak()
-        except BaseException as error:  # a tokenizer's panic, too: nobody's fault, so everybody's
+        except BaseException as error:  # also a tokenizer's panic; no single row is at fault, so all fail
             self._fail(list(self._rows), error)
         return True
 
@@ -229,7 +229,7 @@ class Scheduler:
             self._choose(row, choices[-1], greedy)
 
     def _guesses(self, row: Row, sequences: int) -> list[int]:
-        """What may follow in a row, of as many that speak."""
+        """Guessed tokens of a row, in a step of `sequences` rows."""
         request, speculation = row.request, self.model.speculation
         if speculation is None:
             return []

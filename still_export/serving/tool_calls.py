@@ -1,4 +1,4 @@
-"""Tool calls in an answer, in the forms that published chat templates ask for."""
+"""Tool calls in an answer, in the formats of published chat templates."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ class Chat(Generation):
 class ParsedRequest:
     """A parsed request that can be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
-    before calls of tools; reasoning, calls: what tells those from content.
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`) and
+    before tool calls. reasoning, calls: Parsers that separate these from content.
     """
 
     chat: bool

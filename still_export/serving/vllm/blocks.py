@@ -52,8 +52,8 @@ class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM is untyped
 
 
 class StatesManager(MambaManager):  # type: ignore[misc]
-    """Allocates as many blocks as the spec requires, where vLLM's own manager counts one per so many tokens. With prefix caching it also
-    stores states and shares them with requests that begin alike."""
+    """Allocates as many blocks as the spec requires; vLLM's own manager counts one per so many tokens. With prefix caching, stores states
+    and shares them with requests of the same beginning."""
 
     def __init__(self, kv_cache_spec: StatesSpec, block_pool: Any, **named: Any) -> None:
         super().__init__(kv_cache_spec, block_pool, **named)

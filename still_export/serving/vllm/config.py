@@ -90,8 +90,8 @@ class ServedConfig:
 def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     """Lower --max-num-seqs to the number of requests whose first pages fit into GPU memory, and log it.
 
-    More requests never run at the same time. To measure its CUDA graphs, vLLM also takes a page for each allowed request before it knows
-    how much memory is left.
+    More requests never run at the same time. While measuring its CUDA graphs, vLLM also reserves a page for each allowed request, before it
+    knows how much memory is left.
 
     Raises:
         ConfigError: No request's pages fit.
