@@ -29,7 +29,7 @@ def in_codes(outputs: Arrays) -> list[str]:
 
 
 def as_numbers(outputs: Arrays) -> Arrays:
-    """`outputs` with every row in 8 bits, words [.., D / 4], as the numbers [.., D] that it stands for (`still_graphs.spec.CACHE`)."""
+    """`outputs` with 8-bit rows, words [.., D / 4], decoded to numbers [.., D] (`still_graphs.spec.CACHE`)."""
     numbers = {
         name: np.ascontiguousarray(outputs[name]).view(np.int8) * outputs[scale_name(name)][..., None]
         for name in in_codes(outputs)

@@ -257,7 +257,7 @@ class ForeignProof:
 
 
 def _report(package: ForeignModel) -> ForeignReport:
-    """An empty report, with what nodes say of rounding."""
+    """An empty report with the roundings that the graph's nodes show."""
     import onnx
 
     files = {package.first.path, package.next.path}

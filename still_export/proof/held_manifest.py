@@ -26,7 +26,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> N
     """Compare the manifest with the model `source`, and with the export's own `config`.
 
     Args:
-        dtype: The type that this `config` asks for, of the user's files where it is "auto".
+        dtype: The type in this `config`; for "auto" the type of the user's files.
 
     Raises:
         PackageError: A field is another model's.

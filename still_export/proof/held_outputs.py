@@ -1,7 +1,7 @@
 """Check searched codes (gptq) by the outputs of their linear layers, next to those of plain rounding, on the model's own activations.
 
-Codes that are moved on purpose may lie further from the weights than rounding to nearest, block by block at most so far. What
-they are moved for is the layer's output: there they lose no more than twice what plain rounding loses.
+Searched codes may lie further from the weights than rounding to nearest, within a limit for each block. They are chosen for the layer's
+output: there they lose at most twice as much as plain rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
     """Compare the outputs of every linear layer with searched codes to those with plainly rounded ones.
 
     Args:
-        words: Tokens of text; where there are none, random ones are asked.
+        words: Tokens of text; empty: random ones.
     """
     searched = searched_weights(folder / MODEL, manifest, source.weights)
     if not searched:

@@ -1,8 +1,8 @@
 """Compare the settings of a graph's nodes with what PyTorch calls when it computes the user's model.
 
-Attributes of this project's ops, one by one and in order. Of standard ops the functions that bend (Sigmoid, Gelu), of which a graph has
-no more than PyTorch calls; and the single numbers that it computes with, each of which PyTorch has. Rounding hides the one, a prompt within
-the capacity the other.
+Three comparisons: attributes of this project's ops, one by one and in order; nonlinear standard functions (Sigmoid, Gelu), of which a graph
+has at most as many as PyTorch calls; and scalar constants, each of which PyTorch uses, too. Comparing outputs would miss some: rounding
+hides small differences, and prompts within the capacity do not reach all settings.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) ->
     calls = {name: model for name in manifest["files"] if name.endswith(".onnx") and name not in (VISION, HEAD)}
     if head is not None:
         calls[HEAD] = head
-        calls |= {name: model + head for name in calls if name not in (MODEL, HEAD)}  # the portable graph holds both
+        calls |= {name: model + head for name in calls if name not in (MODEL, HEAD)}  # the portable graph contains both
     portable = packaged_target(dict(manifest)).portable
     settings, functions, numbers = _Findings(), _Findings(), _Findings()
     not_asked: list[str] = []

@@ -1,8 +1,8 @@
-"""Weights of a package compared with the model's, every one, before anything runs.
+"""Compare every weight of a package with the model's, before anything runs.
 
-A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
-half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. A method that moves weights
-on purpose (gptq) loses at most so many times what plain rounding loses, block by block and row by row.
+A float weight equals the source's in the package's type, bit by bit. Codes of a method that rounds to nearest decode to numbers within half
+a step of the source's. Codes copied from the source decode to the same numbers. A method that searches codes (gptq) loses at most LOST
+times as much as plain rounding, block by block and row by row.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_weights(
     """Compare every weight of every graph of a package with the model's.
 
     Args:
-        say: Called with the step, how many weights are done, and how many there are.
+        say: Called with (step, number of weights done, number of weights).
 
     Returns:
         One check, with the worst number of the worst weight; and the weights that are no part of a graph under their own names.
@@ -111,7 +111,7 @@ def check_weights(
     head = source.ahead() if HEAD in manifest["files"] and source.ahead is not None else None
     for graph in graphs:
         weights = {} if graph == HEAD else {weight_name(name, False): each for name, each in source.weights.items()}
-        if head is not None and graph != MODEL:  # the portable graph holds both
+        if head is not None and graph != MODEL:  # the portable graph contains both
             weights |= {weight_name(name, True): each for name, each in head.weights.items()}
         stored = stored_weights(folder / graph, manifest, weights)
         if graph == MODEL:
@@ -163,7 +163,7 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) ->
 
 
 def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
-    """Those of `stored_weights` whose method moves them (gptq)."""
+    """Those of `stored_weights` whose method searches codes (gptq)."""
     judge = _Judge(manifest)
     if judge.method == DEFAULT_METHOD:
         return {}
@@ -271,7 +271,7 @@ class _Judge:
         self.half = manifest["model"]["dtype"] != "float32"
 
     def searched(self, name: str, stored: Stored, weight: Weight) -> bool:
-        """Whether its method moves weights (gptq)."""
+        """Whether its method searches codes (gptq)."""
         exact = is_coded(weight) and name not in self.again
         return stored.kind == "codes" and 0 < stored.bits < 8 and self.method != DEFAULT_METHOD and not exact
 

@@ -38,13 +38,13 @@ NEARER = 1e-3
 
 
 class LayerwiseModel:
-    """A STILL model that reads its weights from their source, a layer at a time, and forgets them.
+    """A STILL model that loads the weights of one layer at a time.
 
     Args:
-        source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
-            few processors have half arithmetic, and without it these layers take most of the time.
-        prepare: Changes the model before it runs, whose weights are not read yet.
-        dtype: What it computes in, None: as the source has it.
+        source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round their outputs, because
+            half arithmetic is slow on most processors.
+        prepare: Changes the model before its weights are read.
+        dtype: Type of the computation; None: the source's types.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class LayerwiseModel:
 
 
 class Passage:
-    """Chains on their way through the layers of a model.
+    """Chains that run through a model layer by layer.
 
     Attributes:
-        outputs: See `LayerwiseModel.run`, what is known so far; who reads them may take them away.
+        outputs: See `LayerwiseModel.run`; those so far. The caller may remove what it has read.
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
         self._layers, self._linear = layers, _Linear(layers.draw, layers.device)
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
-        tokens = np.unique(every.clip(0))  # -1, for given embeddings, reads any row
+        tokens = np.unique(every.clip(0))  # -1 stands for an image's embedding and reads any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
         self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
@@ -254,7 +254,7 @@ class _LayerRun:
         return experts
 
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-        """Replace `selected` by the given selection (arguments: see `Watch`), and record the tokens' places."""
+        """Replace `selected` by `tokens_to_select`, if set, and record the tokens' places (arguments: see `Watch`)."""
         if self.tokens_to_select is not None:
             selected, unsure = _selected(self.tokens_to_select, number, keys, selected)
             self.unsure = unsure if self.unsure is None else self.unsure | unsure
@@ -369,7 +369,7 @@ class _Chain:
         return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self.device, dtype)
 
     def _at(self, choices: np.ndarray, number: int) -> Tensor:
-        """The given choices for the tokens of a call."""
+        """`choices` for the tokens of a call."""
         places = self.lengths[number][:, None] + torch.arange(self.tokens[number].shape[1], device=self.device)
         chosen = self._tensor(choices)
         within = (places < chosen.shape[1])[..., None]
@@ -383,7 +383,7 @@ class _Chain:
         self.outputs[number].update({name: _compact(x) for name, x in named.items()})
 
     def head_inputs(self, all_logits: bool) -> Iterator[tuple[Tensor, Arrays]]:
-        """For every call, the hidden states whose logits are needed, and its outputs."""
+        """For every call: (hidden states whose logits are needed, its outputs)."""
         for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
             yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
 

@@ -20,7 +20,7 @@ from still_graphs.ops import OPS
 
 PACKAGES = ("still_kernels", "still_graphs")
 GENERIC = re.compile(r"still_graphs\.(ops|functions)|still_kernels\.registry|.*\.errors")
-"""Modules whose imports lead to every op, or that hold sentences: no part of any one op."""
+"""Modules that belong to no single op: their imports lead to every op, or they contain only messages."""
 MODULES = {
     "cpu": re.compile(r"(spec|body)\b"),
     "cuda": re.compile(r"(spec|body|fuse\w*|plan|kernels)\b"),

@@ -36,13 +36,13 @@ def check_other_graphs(
     progress: Progress = silent,
     most: int | None = None,
 ) -> Verdict:
-    """Compare with PyTorch what runs of a package where its native kernels are not loaded, on ONNX Runtime's other provider where it has
-    kernels for GPUs, and its portable graph.
+    """Compare with PyTorch what a package runs without its native kernels, on ONNX Runtime's other provider if it has GPU kernels, and its
+    portable graph.
 
     Args:
-        cases: Made anew; whether ONNX Runtime's CUDA provider multiplies blocks of codes (`by_cuda` of the package's proof).
-        progress: Called with phases, of each graph.
-        most: Cases that are asked at most, the first ones; None: all.
+        cases: Creates the cases; its argument: whether ONNX Runtime's CUDA provider multiplies blocks of codes (`by_cuda` of the proof).
+        progress: Called with the phases of each graph.
+        most: Number of first cases to compare; None: all.
     """
     verdict = Verdict()
     providers = [compared.provider]
@@ -88,18 +88,15 @@ class DrawnOnce:
     """PyTorch's answers, computed once for several subjects with the same questions. They use the choices of the first subject.
 
     Args:
-        most: Of its cases the first so many; None: all.
+        most: Number of first cases to use; None: all.
 
     Attributes:
-        again: Answers for an earlier subject are given out.
+        again: The last answers were those for an earlier subject.
     """
 
     def __init__(self, source: CaseSource, most: int | None = None) -> None:
-        self.source, self.count, self.uses_decisions = (
-            source,
-            min(most or source.count, source.count),
-            source.uses_decisions,
-        )
+        self.source, self.uses_decisions = source, source.uses_decisions
+        self.count = min(most or source.count, source.count)
         self.head = getattr(source, "head", None)
         self.again = False
         self._questions: dict[int, Question] = {}

@@ -33,8 +33,8 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
     """Compare the graphs of a package with each other, and run its programs.
 
     Args:
-        path: Its folder, whose files are compared with their hashes.
-        seed: Of the prompts.
+        path: The package; its files are compared with their hashes.
+        seed: Seed of the prompts.
         reason: Why the model cannot be read.
 
     Raises:

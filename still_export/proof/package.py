@@ -253,16 +253,16 @@ def record(
     selections: Path | None = None,
     progress: Progress = silent,
 ) -> int:
-    """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
+    """Write PyTorch's answers to the file `path`, for machines without PyTorch and for all packages lowered from the same one.
 
     Args:
-        follow: A file of `select`: PyTorch answers its prompts, and selects what the runtime did.
+        selections: A file that `select` wrote; PyTorch answers its prompts with its selections.
 
     Returns:
         The number of cases.
 
     Raises:
-        As `verify`, but for the runtime, which is not asked.
+        As `verify`, except errors of the runtime, which is not used.
     """
     from still_export.proof.recorded import record_cases
     from still_export.proof.selections import Selections
@@ -292,13 +292,13 @@ def select(
     *,
     progress: Progress = silent,
 ) -> int:
-    """Write to the file `path` what the runtime selects in the prompts of a proof, for `record` to follow where PyTorch is.
+    """Write the runtime's selections for the prompts of a proof to the file `path`, for `record` on a machine with PyTorch.
 
     Returns:
         The number of cases.
 
     Raises:
-        ConfigError: An option does not fit, or the package selects nothing that PyTorch could follow.
+        ConfigError: An option does not fit, or the package makes no selections.
         PackageError: The package is damaged, has no engine yet, or does not run here.
     """
     from still_export.proof.chains import empty_feed

@@ -29,8 +29,8 @@ RUN = 16
 """Tokens of a text, or random tokens, in a row."""
 
 ROUNDED = 64
-"""Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
-errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 times as far off as the median one."""
+"""Least tokens over which PyTorch's own rounding is measured; for shorter prompts, more prompts of that length are drawn for it alone. One
+token's error says little: among 192 first tokens of SmolLM2 the worst errs 4 times as much as the median."""
 
 
 def affordable(parameters: int, device: str) -> tuple[int, ...]:
@@ -61,14 +61,14 @@ class Draft:
 
 
 class Prompts:
-    """What is asked of a package.
+    """Random prompts for a package.
 
     Args:
-        empty_feed: The states of so many sequences that have seen nothing, with room for so many tokens.
+        empty_feed: (sequences, capacity) -> the states of empty sequences.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
-        decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
-        seed: Of the prompts, which are drawn in the order that they are asked for.
-        words: Tokens of texts, chats and special ones, which make up every other run of RUN tokens.
+        decode_steps: Single-token calls after a prefill; a quarter of them with several sequences: four, or an engine's batch.
+        seed: Seed of the prompts, which are drawn in the order of their use.
+        words: Tokens of texts, chats and special ones; every other run of RUN tokens consists of these.
     """
 
     def __init__(

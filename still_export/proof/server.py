@@ -22,7 +22,7 @@ LENGTHS = (5, 40, 64, 65, 129, 300)
 TOGETHER = 8
 """Concurrent requests of the way "in a batch"."""
 LIKELIEST = 32
-"""Likely tokens that are tried as the next of the server's text; less likely ones are nats behind."""
+"""Number of likely tokens that are tried as the next one of the server's text; the others are less likely by nats."""
 FLOAT32 = 5e-2
 """Allowed error of a log-probability in float32: ten times float32's rounding error of SmolLM2-135M (at most 5.5e-3)."""
 TIMES = 3.0
@@ -64,7 +64,7 @@ class ReferenceRun:
         chosen: That of the server's token, [n].
         reported: Log-probabilities that the server reports, [n] or empty.
         own: Errors of PyTorch's own run in the file's type: of the server's and the likeliest token's log-probability, [2, n], or empty.
-        lost: Where no likely token begins what the server says next, in words.
+        lost: The place at which no likely token continues the server's text, in words.
     """
 
     best: np.ndarray
@@ -79,10 +79,10 @@ class WayReport:
     """The verdict on one way of asking.
 
     Args:
-        near_ties: Tokens that are not the reference's likeliest and lie behind it by less than the bound.
-        changed: Answers whose text is another than that of the same prompt asked alone; near ties do that.
-        worst: The largest difference of a log-probability, or how far a token lies behind the likeliest.
-        wrong: One line for each answer that is not the file's.
+        near_ties: Tokens within the bound of the reference's likeliest.
+        changed: Answers whose text differs from that of the same prompt alone, because of near ties.
+        worst: The largest difference of a log-probability, or distance of a token to the likeliest.
+        wrong: One line for each wrong answer.
     """
 
     name: str
@@ -104,7 +104,8 @@ class Reference:
 
     Args:
         model: In float32.
-        own: The same model in the type of the file or with activations in 8 bits, whose errors bound the server's; None: float32 itself.
+        own: The same model in the file's type or with 8-bit activations, whose errors bound the server's; None: the server computes in
+            float32.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 
 @dataclass
 class ServerProof:
-    """Asks a server in every way and compares its answers with a file."""
+    """Compares a server's answers with a model file, in every way of asking."""
 
     server: Server
     reference: Reference
@@ -267,7 +268,7 @@ class ServerProof:
                 yield sent, self._ask(sent), None
 
     def _pieces(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
-        """A prompt whose beginnings of odd lengths were sent before it."""
+        """A prompt after its prefixes of odd lengths."""
         random = np.random.default_rng(self.seed)
         for ids in self._prompts(3):
             cuts = (
@@ -370,7 +371,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
 
 
 def _stored_type(folder: Path | None) -> Any:
-    """Of the folder's configuration; float32 where it says nothing."""
+    """Type in the folder's configuration; float32 if there is none."""
     import torch
     from transformers import AutoConfig
 

@@ -30,9 +30,9 @@ class Answer:
 
     Args:
         text: Without special tokens.
-        count: Tokens, as the server's usage says; None: it says none.
+        count: Number of tokens in the server's usage; None: not reported.
         ended: The model ended it (finish_reason "stop").
-        logprobs: Of each token, where the server gives them.
+        logprobs: Log-probability of each token, if the server reports them.
     """
 
     text: str

@@ -20,11 +20,11 @@ from still_graphs.states import StateTable
 
 
 class Session:
-    """A package's runner, with in-place growing states as users run it, for calls with given states.
+    """A package's runner for calls from any state, with states that grow in place as in use.
 
     Args:
         model: The runner.
-        hidden: Of its watched outputs the last so many are what layers read, from layer 1 on.
+        hidden: Number of last watched outputs that are the layers' inputs, from layer 1 on.
     """
 
     def __init__(self, model: Runner, hidden: int = 0) -> None:
@@ -61,12 +61,12 @@ class Session:
         self._shapes = {s.name: feed[s.past].shape for s in table if s.past in feed}
 
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call with a given state."""
+        """Outputs of one call from the state in `feed`."""
         self.load(feed)
         return self._fed(feed)
 
     def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
-        """Outputs of calls, each from the state of the one before; the first has a given state."""
+        """Outputs of calls, each from the state after the previous one; the first feed has a state."""
         return [self._fed(feed) if number else self.infer(feed) for number, feed in enumerate(calls)]
 
     def _fed(self, feed: Arrays) -> Arrays:
@@ -84,7 +84,7 @@ class Session:
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
-            # The runner may have more room than was asked for, or less if sequences are empty.
+            # The runner may have more room than was requested, or less if sequences are empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
             found[part] = array[part]
@@ -144,7 +144,7 @@ class Session:
 
 
 class Guessing(Session):
-    """A session whose steps are calls with guessed tokens: all, none or some are accepted, differently for each sequence.
+    """A session whose steps are calls with guessed tokens; each sequence accepts another number of them, from none to all.
 
     Args:
         model: A runner that accepts guesses.
@@ -189,17 +189,17 @@ def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
 
 
 class Subject:
-    """The runtime that is proven.
+    """The runtime to be proven.
 
     Args:
-        package: With an engine for this machine, where it is for TensorRT.
+        package: With an engine for this machine, if it is for TensorRT.
         runtime: Its name.
-        provider: Of ONNX Runtime.
-        plugin: TensorRT's plugin library in the place of the package's.
-        adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
-        genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
-        bodies: Function bodies run, though the package has kernels.
-        graph: Of the package.
+        provider: ONNX Runtime's provider.
+        plugin: TensorRT plugin library to use instead of the package's.
+        adapter: Inputs of a LoRA adapter, as for `Runner.use_adapter`.
+        genai: Also run onnxruntime-genai.
+        bodies: Run function bodies even if the package has kernels.
+        graph: Graph of the package.
     """
 
     def __init__(

@@ -26,13 +26,13 @@ TOKENS, CAPACITY_PERIODS = 5, 4
 
 @dataclass
 class TorchCalls:
-    """What was called.
+    """Calls of ops and functions.
 
     Args:
         ops: By the ONNX name of an op, the attributes of each of its calls, in order.
-        functions: How often each of PyTorch's own functions was called, by its name without its overload.
-        numbers: How often these functions were given each number.
-        words: How often each function was given each word, as `gelu`'s "tanh".
+        functions: Number of calls of each of PyTorch's own functions, by name without overload.
+        numbers: Occurrences of each number among their arguments.
+        words: Occurrences of each (function, string argument), such as `gelu`'s "tanh".
         tensors: Names of the model's parameters and buffers.
     """
 

@@ -12,7 +12,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Check:
-    """A fact that must hold besides the compared outputs.
+    """A checked fact besides the compared outputs.
 
     Args:
         name: What must be true, in words: "scales equal the file's".

@@ -49,7 +49,7 @@ DECODE_STEPS = 256
 """More than a chunk, so that chunks are promoted between plain steps."""
 
 WORK = 8.0
-"""Operations for each parameter and token: two in each of two runs, one of which is in a wider type."""
+"""Operations per parameter and token: two in each of two runs; the one in a wider type counts more."""
 
 BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
 
@@ -112,12 +112,12 @@ class Verifier:
         self.written = dict.fromkeys(behind_norms, NORMED * LAYER_UNIT)
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
-        """Ask the subject, then PyTorch, which follows the subject's choices, and judge. Saves the calls to `folder` (inputs.json,
-        outputs.json) for polygraphy's own command.
+        """Run the subject, then PyTorch with the subject's choices, and compare. Saves the calls to `folder` (inputs.json, outputs.json)
+        for polygraphy's own command.
 
         Args:
-            folder: Made where missing; polygraphy.sh there is the command.
-            progress: Called with cases that the subject answered, layers that PyTorch did, and cases that were compared.
+            folder: Created if missing; polygraphy.sh there is the command.
+            progress: Called with the number of the subject's answers, of PyTorch's layers, and of compared cases.
         """
         import polygraphy.comparator  # noqa: F401  # writes the calls at the end; if it is missing, this fails first
 
@@ -171,7 +171,7 @@ class Verifier:
     def by_layer(
         self, session: Session, questions: Mapping[int, Question], progress: Progress = silent
     ) -> list[Judged]:
-        """Cases of a session whose outputs have the layers' inputs."""
+        """Compare `questions` by layer; outputs of `session` contain the layers' inputs."""
         answers = {}
         for done, (number, question) in enumerate(questions.items()):
             progress("asking for layers", done, len(questions))
@@ -188,7 +188,7 @@ class Verifier:
         return judged
 
     def _cost(self, questions: Sequence[Question]) -> str:
-        """The amount of work, and about how long PyTorch takes on this CPU."""
+        """The amount of work and the estimated time of PyTorch on this CPU."""
         tokens = sum(int(feed["new_tokens"].sum()) for each in questions for feed in each.feeds)
         tokens += sum(step.size for each in questions for step in each.steps)
         cost = f"{len(questions)} cases, {tokens:,} tokens"
@@ -299,7 +299,7 @@ class Verifier:
         return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
-        """Checks that hold for any correct package."""
+        """Checks that any correct package passes."""
         cases = [each.case for each in judged]
         findings = {each.case.name: each.found for each in judged}
         checks = overflow_checks(

@@ -34,8 +34,8 @@ def transformers_encoder(vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Check:
-    """Whether vision.onnx on ONNX Runtime's CPU provider gives the features that transformers gives, each row within the bounds that
-    PyTorch's own run in the package's type sets.
+    """Compare the features of vision.onnx on ONNX Runtime's CPU provider with transformers', within bounds from PyTorch's own run in the
+    package's type.
 
     Args:
         package: Exported with --vision.

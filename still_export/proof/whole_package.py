@@ -33,7 +33,7 @@ SAVED = (
 APART = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache")
 """Generation settings that change no token."""
 SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
-"""Settings of which a list's first entry counts; suffixes of names of token ids."""
+"""Settings whose first entry counts if they are lists; suffixes of names of token ids."""
 
 
 def check_files(package: Package, source: Path) -> Verdict:
@@ -163,7 +163,7 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
     try:
         try:
             own = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except ValueError:  # a class of the folder's own, whose code is never run
+        except ValueError:  # the folder has its own class, whose code is never run
             if not (source / TOKENIZER).is_file():
                 raise
             own = PreTrainedTokenizerFast.from_pretrained(source)
@@ -261,7 +261,7 @@ def _chat_of(own: Any) -> dict[str, Any]:
     templates = dict(own_template) if isinstance(own_template, Mapping) else {"default": str(own_template)}
     found = ChatFormat(templates, dict(own.special_tokens_map))
     start = ""
-    with contextlib.suppress(RunError):  # a template that takes no message alone
+    with contextlib.suppress(RunError):  # the template does not accept a single message
         start = found.start()
     return {**found.to_dict(), "start": start}
 
