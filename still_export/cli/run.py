@@ -33,7 +33,7 @@ A long text is read once and asked many times:
 """
 
 TOKENS, TALK_TOKENS = 128, 512
-"""Tokens of an answer, where --tokens does not say: of one, and of each in a talk."""
+"""Tokens of an answer without --tokens: of a single one, and of each in a chat."""
 
 
 def run(

@@ -74,7 +74,7 @@ class BenchOptions(RunnerOptions):
 
 
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
-    """Measure one context length in this process: prefill of random tokens in pieces, as of a prompt, then greedy decoding."""
+    """Measure one context length in this process: prefill of random tokens in pieces, then greedy decoding."""
     manifest = read_manifest(package)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)

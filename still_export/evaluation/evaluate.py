@@ -300,7 +300,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: in
 def retrieval(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
-    """Share of answers with the most likely token in every place, as greedy decoding gives, by depth."""
+    """Share of answers that greedy decoding would generate, by depth."""
     haystack = next(iter(texts.values()), None) or DEFAULT_HAYSTACK
     filler = tokenize(haystack[: 200 * length], tokenizer, int(model.config.vocab_size))
     writer = TaskWriter(tokenizer, filler)

@@ -37,7 +37,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         package: Its folder. runtime, provider, threads: See `still-export run`.
         max_tokens: Window of `loglikelihood_rolling`, and length of answers to tasks that set none.
-        given: Ignored: device and batch sizes, which the command line always passes and a package fixes.
+        extra: Ignored: device and batch size, which the command line always passes and a package fixes.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: Folder, hub id or GGUF file; a softmax model is not changed.
         adapter: Folder that `linearize` trained from it.
-        given: Further arguments of the command line, such as device and batch size.
+        extra: Further arguments of the command line, such as device and batch size.
     """
 
     def __init__(

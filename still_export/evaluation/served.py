@@ -26,7 +26,7 @@ def is_served(model: str) -> bool:
 
 
 class ServedModel:
-    """A model behind a server. It returns no logits, so only tasks answered in words, and needles, can be measured.
+    """A model on a server. A server returns no logits, so only tasks answered in text can be measured.
 
     Args:
         address: Up to the version: http://127.0.0.1:8000/v1.
