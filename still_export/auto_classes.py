@@ -72,7 +72,7 @@ _FINDER = _Finder()
 
 
 def _register() -> None:
-    """Register. A transformers version that this package cannot work with must stay usable without it."""
+    """Register, with a warning if this package cannot work with the installed transformers."""
     try:
         importlib.import_module(REGISTERS)
     except (ImportError, StillExportError) as error:

@@ -123,7 +123,7 @@ def export(
 
 
 def _build_kernels(out: Output) -> None:
-    """Build the kernels for this processor if they are missing and can be built. The export does not depend on them."""
+    """Build the kernels for this processor, which the export does not need, if they are missing and can be built."""
     from still_export.targets.ort.library import build_library, can_build, find_library
     from still_export.targets.trt.plugins import PluginBuildError
 

@@ -103,8 +103,9 @@ def _unpacks(opening: Opening) -> bool:
 
 
 def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with inlined functions and with nodes that read only weights first. ONNX Runtime computes the later one of a product's
-    inputs first. So it unpacks each weight right before its product, instead of all of them (4 bytes a parameter) before the first."""
+    """The graph with inlined functions and with nodes that read only weights first."""
+    # ONNX Runtime computes the later one of a product's inputs first. So it unpacks each weight right before its product, instead of all of
+    # them (4 bytes a parameter) before the first.
     from onnx.inliner import inline_local_functions
 
     whole = inline_local_functions(model)

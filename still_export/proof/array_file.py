@@ -136,7 +136,7 @@ class ArrayFile:
         return found
 
     def _read(self, key: str, most: float = math.inf) -> np.ndarray:
-        """Read an array of at most `most` bytes. Its header is checked against its size before memory is allocated."""
+        """Read an array of at most `most` bytes, after comparing its header with its size."""
         member = self._file.getinfo(f"{key}.npy")
         if member.file_size > most:
             raise ValueError(f"{key} has {member.file_size:,} bytes; at most {most:,} are read")

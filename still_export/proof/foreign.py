@@ -189,8 +189,7 @@ class ForeignProof:
         self.report.checks.append(self._result(name, read))
 
     def _padding(self, most: int, steps: int) -> None:
-        """Compare a shorter and a longer sequence in one call, padded on either side, and steps after it. One of the two sides must
-        match."""
+        """Compare a shorter and a longer sequence in one call, and steps after it, padded left or right: one side must match."""
         if not self.package.takes(MASK):
             self.report.unseen.append(f"padding: there is no {MASK}")
             return

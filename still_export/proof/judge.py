@@ -167,8 +167,7 @@ class Bounds:
         return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
 
     def _usual(self, output: str, case: Case) -> np.ndarray:
-        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger. In half
-        precision see `tail`."""
+        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger."""
         if output == LOGITS or output in self.tail:
             return self.usual[output]
         own = [call[output].reshape(2, -1) for call in case.own if output in call]
@@ -208,11 +207,9 @@ def _part_medians(rows: np.ndarray) -> np.ndarray:
 
 
 def _above(count: np.ndarray) -> np.ndarray:
-    """Quantile that the median of `count` draws exceeds with probability CHANCE at most.
-
-    If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
-    Asymptotic Efficiency", 1952).
-    """
+    """Quantile that the median of `count` draws exceeds with probability CHANCE at most."""
+    # If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
+    # Asymptotic Efficiency", 1952).
     return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
 
 

@@ -237,8 +237,7 @@ def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
-    """Set errors after an unexplained choice to NaN: in that layer and later ones and in logits, from that call on. Returns the number of
-    rows."""
+    """Set errors after an unexplained choice (its layer, later ones and logits, from its call on) to NaN; returns the number of rows."""
     count, lowest = 0, np.zeros(0)
     for call, layers in zip(errors, turned, strict=False):
         for layer, sequences in layers.items():

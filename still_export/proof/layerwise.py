@@ -131,7 +131,7 @@ class LayerwiseModel:
         return self._widened(narrow_value_of(weight), weight)
 
     def _widened(self, part: Tensor, weight: Weight) -> Tensor:
-        """A part of a weight in the type that is computed in. It is cast on the device, to copy half the bytes."""
+        """A part of a weight in the computation's type, cast on the device to copy half the bytes."""
         return part.to(self.device).to(self.compute_dtype or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
@@ -389,15 +389,14 @@ class _Chain:
 
 
 class _Linear:
-    """Linear layers over tokens, padding left out; of half precision on a CPU, or rounded by chance, in float32, their results rounded. A
-    weight is widened once until `forget`.
+    """Replaces linear layers by ones that leave out padding, and in half precision on a CPU or with `draw` compute in float32 and round.
 
     Args:
-        draw: Seed of rounding up or down by chance, as near as the number lies; 0: to nearest.
-        device: Where the layers are.
+        draw: Seed of stochastic rounding; 0: to nearest.
+        device: The layers' device.
 
     Attributes:
-        real: Which tokens [B, T] of the call are no padding; None: all.
+        real: Mask [B, T] of the call's tokens that are not padding; None: all.
     """
 
     def __init__(self, draw: int = 0, device: torch.device | str = "cpu") -> None:
@@ -470,10 +469,8 @@ def _selected(chosen: Tensor, number: Tensor, keys: Tensor, selected: Tensor) ->
 
 
 def _in_order(apart: Tensor) -> Tensor:
-    """Tokens [..., S], ascending, with the smallest sum of distances [..., S, C] to S keys: a shortest path.
-
-    Keys are stored in the order of their tokens, so neighbours identify a key that rounding moved far.
-    """
+    """Ascending tokens [..., S] with the smallest sum of distances [..., S, C] to S keys: a shortest path."""
+    # Keys are stored in the order of their tokens, so neighbours identify a key that rounding moved far.
     sums, before = apart[..., 0, :], []
     for distance in apart.unbind(-2)[1:]:
         least, at = sums.cummin(-1)

@@ -429,8 +429,8 @@ def _torch_cases(
     """Cases answered by PyTorch with the package's weights (and an adapter's `pairs`) in a wider type than the package's.
 
     Args:
-        by_cuda: ONNX Runtime's CUDA provider multiplies: it rounds a scale times a zero point to half precision, so all numbers of a block
-            are off by as much, and values of SmolLM2 2.8 to 4.1 times as far as by rounded weights alone. PyTorch's own run does so, too.
+        by_cuda: PyTorch's own run rounds a scale times a zero point to half precision, as ONNX Runtime's CUDA provider does: all numbers
+            of a block err alike, and values of SmolLM2 2.8 to 4.1 times as much as by rounded weights alone.
     """
     from copy import deepcopy
 

@@ -112,7 +112,7 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run in a process that sees only the package and other installed packages. Output is unchanged, carriage returns included."""
+    """Run in a process without this project on its path; output keeps its carriage returns."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     others = [
         p

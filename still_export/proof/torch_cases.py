@@ -180,7 +180,7 @@ class TorchCases:
 
 
 class _RunningChains:
-    """Chains of several cases that run through a model layer by layer. Calls are cut so that every score at near ties is recorded."""
+    """Chains of several cases that run through a model layer by layer, in calls cut so that every score is recorded."""
 
     def __init__(self, model: LayerwiseModel, by_case: list[list[Chain]], ties: Ties) -> None:
         self.ties, self.by_case, self.chains = ties, by_case, [chain for each in by_case for chain in each]
@@ -208,8 +208,10 @@ class _RunningChains:
 
 
 class _Meanings:
-    """Resolves selected keys to tokens by PyTorch's own run. In half precision, a token with huge activations has keys as far from the
-    reference's as another token's keys, but alike in both half-precision runs."""
+    """Resolves selected keys to tokens by PyTorch's own run."""
+
+    # Not by the reference: in half precision, a token with huge activations has keys as far from the reference's as another token's, but
+    # alike in both half-precision runs.
 
     def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
         self.chains = [draft.chain for draft in drafts]

@@ -302,7 +302,7 @@ def _end_of_tokenizer(source: Path) -> int | None:
 
 
 def _check_settings(package: Package, settings: Mapping[str, Any], configured: bool) -> Check:
-    """Compare generation settings in both directions. A model without them (`configured`) may have token ids of its class."""
+    """Compare generation settings in both directions; a model without them (`configured`) may have token ids of its class."""
     from transformers import GenerationConfig
 
     first = {name: _first(settings[name]) for name in SINGLE if name in settings}

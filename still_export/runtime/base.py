@@ -224,7 +224,7 @@ class Runner(Decoder):
         return likeliest(found) if greedy and found.ndim > 2 else found
 
     def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
-        """See `guess`; stores the call in `guessed`. May return logits even with `greedy`."""
+        """See `guess`; stores the call in `guessed` and may return logits even with `greedy`."""
         raise NotImplementedError
 
     def accept(self, accepted: np.ndarray) -> None:

@@ -162,8 +162,8 @@ class Decoder(ABC):
     def _guessing(
         self, token: int, count: int, sampling: Sampling, speculation: Speculation, known: list[int]
     ) -> Iterator[int]:
-        """Yields the same as `_sampled`, in steps with guesses. Each token is chosen from its own logits by one random number, so the
-        distribution is the same."""
+        """Yields the same as `_sampled`, in steps with guesses."""
+        # Each token is chosen from its own logits by one random number, so the distribution is the same.
         guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
         while count > 0:
             begun = time.perf_counter()

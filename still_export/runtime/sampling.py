@@ -93,7 +93,7 @@ class Sampling:
         return place if tokens is None else int(tokens[place])
 
     def _candidates(self, weight: np.ndarray) -> np.ndarray | None:
-        """The tokens to sample from, likeliest first; None: all. Sorts only as much of the vocabulary as needed."""
+        """The tokens to sample from, likeliest first, found by sorting as few as possible; None: all."""
         if not self.top_k and self.top_p == 1:
             return None
         count = min(self.top_k or LIKELY, weight.size)

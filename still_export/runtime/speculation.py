@@ -188,11 +188,9 @@ class Speculation:
             self._times[kind] = deque(maxlen=MEASURED)
 
     def _time(self, sequences: int, guesses: int) -> float:
-        """Time of a step; for an unmeasured kind, derived from the next larger or smaller one.
-
-        Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be measured,
-        nor again after a slow moment.
-        """
+        """Time of a step; for an unmeasured kind, derived from the next larger or smaller one."""
+        # Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be
+        # measured, nor again after a slow moment.
         if measured := self._times.get((sequences, guesses)):
             return median(measured)
         plain = self._time(sequences, 0) if guesses else 0.0

@@ -114,7 +114,7 @@ class TrtModel(TrtEngine, Runner):
                 raise TrtError(f"{error} {self._fitting(tokens)}") from error
 
     def _grow(self, room: int) -> None:
-        """Grow every state to `room` tokens. If memory ends, the state keeps its content, some of it with more room."""
+        """Grow every state to `room` tokens; if memory ends, states keep their content, some of them with more room."""
         shapes = self.table.shapes(self.batch, self.table.rows(room, self.least_rows))
         for state in self.table:
             name, item, shape = state.name, ITEM_BYTES[state.dtype], shapes[state.name]
@@ -284,8 +284,8 @@ class TrtModel(TrtEngine, Runner):
             self.driver.synchronize()  # before `padded` is freed
 
     def _graph(self, profile: str, tokens: int) -> Any:
-        """A captured call, if all inputs are set. A decode step reads the token that it chose before, and writes the next one and the new
-        lengths."""
+        """A captured call; all inputs must be set."""
+        # A decode step reads the token that the previous one chose, and writes the next token and the new lengths.
         if profile not in self._graphs:
             counts = self._io["new_tokens"].read(np.empty(self.batch, np.int32))
             # Load modules and tactics before the capture; a call of 0 tokens changes no state.

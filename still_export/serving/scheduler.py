@@ -271,10 +271,8 @@ class Scheduler:
     def _call(
         self, rows: list[Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
     ) -> list[np.ndarray] | None:
-        """Results of `feed` by row; None if the call failed, which ends their requests.
-
-        A call spans the rows from the first to the last of `rows`. A failed call may leave their states half written, but no others.
-        """
+        """Results of `feed` by row; None if the call failed, which ends their requests."""
+        # A call spans the rows from the first to the last of `rows`. A failed call may leave their states half written, but no others.
         first = rows[0].number
         ids = np.zeros((rows[-1].number + 1 - first, max(map(len, tokens))), np.int64)
         counts = np.zeros(len(ids), np.int64)
