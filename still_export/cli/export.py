@@ -108,8 +108,8 @@ def export(
         engines, lacking = _engines(package, target, progress)
     if overflow:
         out.say(overflow)
-    _say_what_lacks(package, target, out)
-    _say_what_was_rounded(package, out)
+    _report_missing_code(package, target, out)
+    _report_rounding(package, out)
     if lacking:
         out.log(f"no engine yet: {lacking}")
     manifest = package.manifest
@@ -183,7 +183,7 @@ def _overflow(options: ExportOptions, package: Package) -> str:
     )
 
 
-def _say_what_was_rounded(package: Package, out: Output) -> None:
+def _report_rounding(package: Package, out: Output) -> None:
     """Report source codes that the package does not store unchanged."""
     codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
     if codes["floats"]:
@@ -199,13 +199,13 @@ def _say_what_was_rounded(package: Package, out: Output) -> None:
         )
 
 
-def _say_what_lacks(package: Package, target: Target, out: Output) -> None:
+def _report_missing_code(package: Package, target: Target, out: Output) -> None:
     """Report native code that is missing in the package."""
     from still_export.targets.ort.library import find_library
 
     manifest = package.manifest
     if not manifest.get("plugins", True):  # only targets with plugins have this entry
         out.log(NO_PLUGIN)
-    taken = manifest["config"].get("native") is not None or "native" in manifest
-    if "native" in target.flags and not taken and find_library() is None:
+    has_code = manifest["config"].get("native") is not None or "native" in manifest
+    if "native" in target.flags and not has_code and find_library() is None:
         out.log(NO_KERNELS)

@@ -29,7 +29,7 @@ PLACES = "kitchen garden office bathroom hallway bedroom".split()
 OBJECTS = "football apple milk".split()
 
 
-def holds(reply: str, answer: str) -> bool:
+def contains(reply: str, answer: str) -> bool:
     """Whether a reply contains the answer as a whole word."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
@@ -62,7 +62,7 @@ class Item:
         if self.choices:
             match = re.search(rf"(?<!\w)({'|'.join(self.choices)})(?!\w)", reply, re.IGNORECASE)
             return float(match is not None and match[1].lower() == self.answers[0].lower())
-        return sum(holds(reply, answer) for answer in self.answers) / len(self.answers)
+        return sum(contains(reply, answer) for answer in self.answers) / len(self.answers)
 
     def fault(self, text: str) -> str:
         """The fault of a prompt with this `text`; "": none."""
@@ -171,22 +171,22 @@ def _story(supporting: int) -> Maker:
         events: list[str] = []
         questions: list[tuple[str, str, str]] = []
         while len(events) < 6 + 4 * supporting or not questions:
-            who = pick(PEOPLE)
-            here = where.get(who, [])
+            person = pick(PEOPLE)
+            here = where.get(person, [])
             if supporting > 1 and here and rng.random() < 0.5:
                 thing = pick(OBJECTS)
-                if holder.get(thing) == who:
+                if holder.get(thing) == person:
                     del holder[thing]
-                    events.append(f" {who} left the {thing} there.")
+                    events.append(f" {person} left the {thing} there.")
                 elif thing not in holder and (not seen[thing] or seen[thing][-1] == here[-1]):
-                    holder[thing] = who
+                    holder[thing] = person
                     seen[thing] = seen[thing] or [here[-1]]
-                    events.append(f" {who} took the {thing} there.")
+                    events.append(f" {person} took the {thing} there.")
             else:
                 place = pick([p for p in PLACES if p not in here[-1:]])
-                where.setdefault(who, []).append(place)
-                events.append(f" {who} went to the {place}.")
-                for thing in (t for t, by in holder.items() if by == who):
+                where.setdefault(person, []).append(place)
+                events.append(f" {person} went to the {place}.")
+                for thing in (t for t, by in holder.items() if by == person):
                     seen[thing].append(place)
             if supporting == 1:
                 questions = [(f"Where is {w}?", f"{w} is in the", p[-1]) for w, p in where.items()]

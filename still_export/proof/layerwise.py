@@ -231,7 +231,7 @@ class _LayerRun:
         self.unsure: Tensor | None = None
         self.inputs: dict[str, Tensor] = {}
         self.after: Tensor | None = None
-        self.gave: Any = None
+        self.layer_output: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -302,7 +302,7 @@ class _LayerRun:
         finally:
             for layer in layers[: self.index + 1]:
                 del layer.forward
-        self.gave = found[0]
+        self.layer_output = found[0]
         return result, cache.layers[self.index].states() if self.states else {}
 
 
@@ -341,7 +341,7 @@ class _Chain:
                 self.hidden[i] = _with_hidden(self.hidden[i], read[0])
             layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            more = {HIDDEN: self._output(i, layer.gave)} if len(call.inputs) > index else {}
+            more = {HIDDEN: self._output(i, layer.layer_output)} if len(call.inputs) > index else {}
             self._keep(i, states | layer.seen | more, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index

@@ -308,24 +308,24 @@ def judge(
         report.worst = max(report.worst, worst)
         report.near_ties += int(((behind > 0) & (behind <= 2 * bound)).sum())
         report.changed += alone is not None and alone.text != answer.text
-        who = f"{name}, request {number} ({len(ids)} tokens)"
+        label = f"{name}, request {number} ({len(ids)} tokens)"
         finite = bool(np.isfinite(found.reported).all()) and bool(np.isfinite(behind).all())
         if found.lost:
-            report.wrong.append(f"{who}: {found.lost}")
+            report.wrong.append(f"{label}: {found.lost}")
         elif not finite:
-            report.wrong.append(f"{who}: log-probabilities that are no numbers")
+            report.wrong.append(f"{label}: log-probabilities that are no numbers")
         elif behind.max(initial=0) > 2 * bound:
             place = int(behind.argmax())
             report.wrong.append(
-                f"{who}: token {place} lies {behind[place]:.2g} nats behind the file's likeliest, bound {2 * bound:.2g}"
+                f"{label}: token {place} lies {behind[place]:.2g} nats behind the file's likeliest, bound {2 * bound:.2g}"
             )
         elif errors.max() > bound:
             place = int(errors.argmax())
             report.wrong.append(
-                f"{who}: the log-probability of token {place} is {errors[place]:.2g} off, bound {bound:.2g}"
+                f"{label}: the log-probability of token {place} is {errors[place]:.2g} off, bound {bound:.2g}"
             )
         elif not len(behind) and not answer.ended:
-            report.wrong.append(f"{who}: nothing was said")
+            report.wrong.append(f"{label}: nothing was said")
     return report
 
 

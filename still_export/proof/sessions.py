@@ -162,19 +162,19 @@ class Guessing(Session):
         logits, done = np.zeros((batch, count, vocabulary), np.float32), np.zeros(batch, np.int64)
         while (done < count).any():
             most = np.minimum(self.random.integers(1, model.guesses + 2, batch), capacity - model.length)
-            brought: np.ndarray = np.where(done < count, most, 0)
+            sizes: np.ndarray = np.where(done < count, most, 0)
             some = self.random.integers(1, model.guesses + 2, batch)
-            chosen = np.choose(self.random.integers(3, size=batch), [brought, np.ones_like(brought), some])
-            hold: np.ndarray = np.minimum(chosen, np.minimum(brought, count - done))
+            chosen = np.choose(self.random.integers(3, size=batch), [sizes, np.ones_like(sizes), some])
+            counts: np.ndarray = np.minimum(chosen, np.minimum(sizes, count - done))
             ids = self.random.integers(vocabulary, size=(batch, model.guesses + 1))
-            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
+            for sequence, (first, accepted) in enumerate(zip(done, counts, strict=True)):
                 ids[sequence, :accepted] = right[sequence, first : first + accepted]
-            found = model.guess(ids, brought)
-            model.accept(hold)
-            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
-                row = found.shape[1] - brought[sequence]
+            found = model.guess(ids, sizes)
+            model.accept(counts)
+            for sequence, (first, accepted) in enumerate(zip(done, counts, strict=True)):
+                row = found.shape[1] - sizes[sequence]
                 logits[sequence, first : first + accepted] = found[sequence, row : row + accepted]
-            done += hold
+            done += counts
         return self._outputs(logits)
 
 

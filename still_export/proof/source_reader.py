@@ -119,7 +119,9 @@ def _check_tensors(source: Source, reading: Reading, fresh: frozenset[str]) -> V
             else:
                 wrong.append((name, f"{name}{found}, by {reading.read or reading.by} in {other}" * bool(found)))
             continue
-        match = next((n for n in by_layer.get(_layer_of(name), ()) if _holds(reading.tensors[n], value, adapted)), None)
+        match = next(
+            (n for n in by_layer.get(_layer_of(name), ()) if _contains(reading.tensors[n], value, adapted)), None
+        )
         if match is not None:
             used.add(match)
         elif name not in fresh:
@@ -167,7 +169,7 @@ def _difference(value: Tensor, right: Tensor, adapted: bool) -> str | None:
     return f"{list(at)} is {float(value[at]):.6g}, {float(right[at]):.6g}; {int((~same).sum()):,} numbers differ"
 
 
-def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
+def _contains(whole: Tensor, part: Tensor, adapted: bool) -> bool:
     """Whether `part`, or its transpose, is all of `whole` or a range of its rows."""
     for value in (part, part.transpose(-1, -2)) if part.dim() > 1 else (part,):
         if whole.numel() == value.numel():

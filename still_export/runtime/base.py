@@ -236,15 +236,17 @@ class Runner(Decoder):
         call = self.guessed
         if call is None:
             raise RunError("nothing was guessed, or another call was made since.")
-        counts, brought = np.asarray(accepted, np.int64), call.brought[call.part]
-        if counts.shape != brought.shape or (counts < 0).any() or (counts > brought).any():
-            raise RunError(f"accepted={counts.tolist()} of the {brought.tolist()} tokens that the sequences brought.")
-        all_counts = np.zeros_like(call.brought)
+        counts, new_tokens = np.asarray(accepted, np.int64), call.new_tokens[call.part]
+        if counts.shape != new_tokens.shape or (counts < 0).any() or (counts > new_tokens).any():
+            raise RunError(
+                f"accepted={counts.tolist()}; the last guess had {new_tokens.tolist()} tokens. Accept at most these."
+            )
+        all_counts = np.zeros_like(call.new_tokens)
         all_counts[call.part] = counts
-        self._hold(call, all_counts)
+        self._apply(call, all_counts)
         self.guessed = None
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         """Set states and lengths to those after the first `accepted` [R] tokens of the call."""
         raise NotImplementedError
 

@@ -49,14 +49,14 @@ class Guess:
         apart: The new states lie in a second buffer, because rejecting tokens changes them.
         first: First sequence of the call.
         part: The caller's sequences among those of the call.
-        brought: New tokens of each sequence, [R].
+        new_tokens: Number of new tokens of each sequence, [R].
         tokens: Columns of the call.
     """
 
     apart: bool
     first: int
     part: slice
-    brought: np.ndarray
+    new_tokens: np.ndarray
     tokens: int
 
 

@@ -205,7 +205,7 @@ class OrtModel(Runner):
         values = self._replay(input_ids, counts)
         self.guessed = Guess(False, 0, slice(0, self.batch), counts, input_ids.shape[1])
         if self.head:
-            self._brought = input_ids, values[LAST_HIDDEN].numpy()
+            self._last_read = input_ids, values[LAST_HIDDEN].numpy()
         return self.values.floats(values[NEXT_TOKEN if greedy and self.returns_token else "logits"])
 
     def _open_graph(self, graph: str) -> Any:
@@ -231,10 +231,10 @@ class OrtModel(Runner):
     def _failure(self, error: Exception) -> RunError:
         return RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}")
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         first, count, tokens = call.first, len(accepted), call.tokens
         # If all tokens of all sequences are accepted, the states after the call are valid.
-        if call.apart and count == self.batch and np.array_equal(accepted, call.brought):
+        if call.apart and count == self.batch and np.array_equal(accepted, call.new_tokens):
             self.states.swap_apart()
         elif call.apart:
             binding, inputs = self.bindings.of(first, count, tokens, FOLDED)
@@ -243,7 +243,7 @@ class OrtModel(Runner):
             self.run_apart(self.fold, binding)
         self._advance(slice(first, first + count), accepted)
         if self.head:
-            ids, hidden = self._brought
+            ids, hidden = self._last_read
             self.head.add(first, ids, accepted, hidden)
 
     def _advance(self, sequences: slice, counts: np.ndarray) -> None:
@@ -288,7 +288,7 @@ class OrtModel(Runner):
         found = self.values.floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         if output in (GUESSED, APART):
             self.guessed = Guess(output == APART, begin, slice(first - begin, first - begin + rows), counts, tokens)
-            self._brought = input_ids, hidden
+            self._last_read = input_ids, hidden
         else:
             self._advance(sequences, counts)
             if self.head:

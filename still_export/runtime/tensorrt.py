@@ -195,13 +195,13 @@ class TrtModel(TrtEngine, Runner):
 
     def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         tokens = input_ids.shape[1]
-        self._give(input_ids, counts)
+        self._write_inputs(input_ids, counts)
         self._run(self.decode_profile if tokens == 1 else PREFILL, tokens)
         self.length = self.length + counts
         rows = self._rows(tokens)
         return self._logits(rows, 1 if self.guesses else rows)
 
-    def _give(self, input_ids: np.ndarray, counts: np.ndarray) -> None:
+    def _write_inputs(self, input_ids: np.ndarray, counts: np.ndarray) -> None:
         """Write the inputs of a call on all sequences."""
         self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
         self._io["new_tokens"].write(counts.astype(np.int32))
@@ -221,7 +221,7 @@ class TrtModel(TrtEngine, Runner):
         self._drop_guess()
         self.reserve(counts, first)
         input_ids, counts = self._among_all(input_ids, counts, first)
-        self._give(np.pad(input_ids, ((0, 0), (0, most - tokens))), counts)
+        self._write_inputs(np.pad(input_ids, ((0, 0), (0, most - tokens))), counts)
         graph = self._graph(GUESSES, most)
         if apart:
             self._copy_states(back=False)
@@ -231,10 +231,10 @@ class TrtModel(TrtEngine, Runner):
             return self._io[NEXT_TOKEN].read(np.empty((self.batch, most), np.int32))[part, -tokens:]
         return self._logits(most, tokens)[part]
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         """Restore states of fixed size to those before the call, and read the accepted tokens again: engines have no graph that folds
         them."""
-        if call.apart and (accepted != call.brought).any():
+        if call.apart and (accepted != call.new_tokens).any():
             self._drop_guess()
             self._io["new_tokens"].write(accepted.astype(np.int32))  # the other inputs are there
             self._graphs[GUESSES].launch()
@@ -308,7 +308,7 @@ class TrtModel(TrtEngine, Runner):
         """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
         self._drop_guess()
         self.reserve(count)
-        self._give(token, np.ones(self.batch))
+        self._write_inputs(token, np.ones(self.batch))
         graph = self._graph(self.decode_profile, 1)
         for _ in range(count):
             graph.launch()
