@@ -239,7 +239,7 @@ class Runner(Decoder):
         counts, new_tokens = np.asarray(accepted, np.int64), call.new_tokens[call.part]
         if counts.shape != new_tokens.shape or (counts < 0).any() or (counts > new_tokens).any():
             raise RunError(
-                f"accepted={counts.tolist()}; the last guess had {new_tokens.tolist()} tokens. Accept at most these."
+                f"accepted={counts.tolist()} of the {new_tokens.tolist()} tokens of the last guess. Accept at most these."
             )
         all_counts = np.zeros_like(call.new_tokens)
         all_counts[call.part] = counts
