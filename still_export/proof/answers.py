@@ -59,7 +59,7 @@ class Decisions:
     """Choices of a runtime at near ties, which the reference repeats.
 
     Args:
-        seen: Experts [B, N, k] that each routing layer chose.
+        seen: Chosen experts [B, N, k] of each routing layer.
         selected: Selected keys by layer; see `OpTies.kept`.
     """
 

@@ -276,8 +276,8 @@ class Scheduler:
         first = rows[0].number
         ids = np.zeros((rows[-1].number + 1 - first, max(map(len, tokens))), np.int64)
         counts = np.zeros(len(ids), np.int64)
-        for row, row_tokens in zip(rows, tokens, strict=True):
-            ids[row.number - first, : len(row_tokens)], counts[row.number - first] = row_tokens, len(row_tokens)
+        for row, piece in zip(rows, tokens, strict=True):
+            ids[row.number - first, : len(piece)], counts[row.number - first] = piece, len(piece)
         try:
             found = feed(ids, counts, first)
         except Exception as error:  # of any runtime; other requests go on
