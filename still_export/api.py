@@ -31,21 +31,21 @@ def load(
 
     Args:
         package: Its folder.
-        runtime: None = the package's own; "torch" is the PyTorch reference that it was made from.
-        provider: Of ONNX Runtime.
+        runtime: None = the package's own; "torch" is the PyTorch model that it was exported from.
+        provider: ONNX Runtime's provider.
         threads: 0 = the runtime's choice.
-        plugin: TensorRT's plugin library in the place of the package's.
+        plugin: TensorRT plugin library to use instead of the package's.
         trust_native: Load native code of the package that this machine did not build, and remember it.
         check: Compare the weights with their hashes while they are loaded.
-        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` exchanges it.
-        prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
-        prefix_dir: Folder in which they outlive the process.
-        guess: Who guesses tokens, where the package was exported with --speculate: "mtp", a head that the model was published with,
-            "lookup" in what was read and said, "none", or the folder of a draft model's package; None = mtp where it can, else lookup.
+        adapter: Folder of a LoRA adapter to add, if the package was exported with --adapters; `use_adapter` exchanges it.
+        prefix_cache: Bytes, or "2GiB", for states of prompts and answers, so that a call reads only the new part of its prompt.
+        prefix_dir: Folder in which these states outlive the process.
+        guess: Source of guessed tokens, if the package was exported with --speculate: "mtp", the model's own MTP head, "lookup" in the
+            prompt and the answer so far, "none", or the folder of a draft model's package; None = mtp if there is a head, else lookup.
 
     Raises:
-        ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
-        RunError: The package does not run here, it has no head or accepts no guesses of a draft, or the draft has another tokenizer.
+        ConfigError: The package does not fit the runtime, provider or adapter, or the cache's size is no size.
+        RunError: The package does not run here, has no head, accepts no guesses, or the draft has another tokenizer.
     """
     from still_export.loading.runtimes import open_runner, runtime_of
     from still_export.package.folder import open_package

@@ -1,8 +1,7 @@
-"""Transformers' Auto classes know STILL models once this package was imported, and importing it stays cheap.
+"""Registers STILL models with transformers' Auto classes when this package is imported, without importing transformers.
 
-Registering needs transformers and torch, which take seconds; it happens when the modules of the Auto classes were loaded, or at once where
-that was before. Modules of transformers import each other in circles, so nothing can be registered before the outermost of those that are
-being loaded has ended. Standard library only.
+Importing transformers and torch takes seconds. So models are registered after the modules of the Auto classes are loaded, or at once if
+they are already. These modules import each other in circles, so registration waits until the outermost import ends. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Counted(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader  # import machinery asks for sources and resources
+        module.__loader__ = self.loader  # Python's import system reads sources and resources through it
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         _Counted.depth += 1
@@ -52,18 +51,18 @@ class _Finder(MetaPathFinder):
     """Finds transformers' modules with the other finders."""
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
+        self.searching: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.split(".")[0] != PACKAGE or fullname in self.asked:
+        if fullname.split(".")[0] != PACKAGE or fullname in self.searching:
             return None
-        self.asked.add(fullname)  # prevents recursion in the next line
+        self.searching.add(fullname)  # prevents recursion in the next line
         try:
             spec = find_spec(fullname)
         finally:
-            self.asked.remove(fullname)
+            self.searching.remove(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Counted(spec.loader)
         return spec
@@ -73,7 +72,7 @@ _FINDER = _Finder()
 
 
 def _register() -> None:
-    """Register. A transformers version that this package cannot work with must stay usable without it."""
+    """Register, with a warning if this package cannot work with the installed transformers."""
     try:
         importlib.import_module(REGISTERS)
     except (ImportError, StillExportError) as error:

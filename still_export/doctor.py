@@ -31,9 +31,9 @@ BUILD_KERNELS = "still-export kernels build"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a user may want to do.
+    """One use of this project.
 
-    able: Whether it works here. detail: With what. todo: What makes it work, where it does not.
+    able: Whether it works here. detail: With which versions and devices. todo: Instructions if it does not work.
     """
 
     what: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which a user needs them. Imports no framework, so it takes a second."""
+    """All findings, in the order in which a user needs them. Imports no framework, so it is done in a second."""
     gpu = find_gpu()
     return [
         _extra("export and run with ONNX Runtime on the CPU", "onnx"),
@@ -76,11 +76,11 @@ def version(package: str) -> str | None:
 def packages_of(extra: str) -> list[str]:
     """Distributions that an extra needs on this machine."""
     try:
-        wanted = importlib.metadata.requires(DISTRIBUTION) or []
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     found = []
-    for line in wanted:
+    for line in requirements:
         requirement, _, marker = line.partition(";")
         if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
             found.append(re.split(r"[<>=!~\[ ]", requirement.strip())[0])

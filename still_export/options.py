@@ -21,12 +21,11 @@ def option(default: Any, text: str, **more: Any) -> Any:
     """A dataclass field that is also a flag of the command line (cli/flags.py).
 
     Args:
-        default: Without the flag.
+        default: Value without the flag.
         text: The flag's help.
-        more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
-            it stands among. `least`, `most`: smallest and largest number. `above`, `below`: what it is larger and smaller than.
-            `choices`: all that it may be, of which the flag says nothing. `commas`: of a tuple, values stand in one text; otherwise the
-            flag is repeated. `env`: variable of the environment that stands for the flag.
+        more: `flag`: its name, if it is not the field's with dashes. `shown`: the default in words. `panel`: title of its group of flags.
+            `least`, `most`: smallest and largest number. `above`, `below`: exclusive limits. `choices`: allowed values, which the help does
+            not list. `commas`: a tuple's values are one text; otherwise the flag is repeated. `env`: environment variable for the flag.
     """
     return field(default=default, metadata={"help": text, **more})
 
@@ -36,9 +35,9 @@ def names_of(kind: type) -> tuple[str, ...]:
     return tuple(entry.name for entry in fields(kind) if "help" in entry.metadata)
 
 
-def options_of(kind: type, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `asked` that are options of the dataclass `kind`."""
-    return {name: asked[name] for name in names_of(kind) if name in asked}
+def options_of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `values` that are options of the dataclass `kind`."""
+    return {name: values[name] for name in names_of(kind) if name in values}
 
 
 def flag_of(kind: type, name: str) -> str:

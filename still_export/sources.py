@@ -1,5 +1,5 @@
-"""Kind of a path that a user gives: package, model or adapter. Only small files are read, which takes milliseconds; importing torch and
-transformers takes seconds."""
+"""Kind of a user's path: package, model or adapter. Reads only small files, in milliseconds; importing torch and transformers would need
+seconds."""
 
 from __future__ import annotations
 

@@ -23,15 +23,15 @@ Examples:
 
 
 def bench(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: PackageFolder,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
-    beside: Annotated[
+    peer_file: Annotated[
         Path | None,
-        typer.Option(help="JSON rows of another runtime, in bench.json's format, to compare and plot."),
+        typer.Option("--beside", help="JSON rows of another runtime, in bench.json's format, to compare and plot."),
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,
@@ -57,26 +57,26 @@ def bench(
     opened = open_package(package)
     if trust_native:
         trust_package(package)
-    runtime = runtime_of(opened.manifest["target"], asked.get("runtime"))
+    runtime = runtime_of(opened.manifest["target"], flags.get("runtime"))
     demand(*runtime.modules)
-    options = BenchOptions(**asked)
-    wanted, left_out = options.held(opened.manifest), ""
-    if left := sorted(set(LENGTHS) - set(wanted)) if not options.lengths else []:
+    options = BenchOptions(**flags)
+    lengths, left_out = options.fitting_lengths(opened.manifest), ""
+    if left := sorted(set(LENGTHS) - set(lengths)) if not options.lengths else []:
         left_out = (
             f"left out: {', '.join(map(str, left))} tokens, which with {options.steps} steps exceed the package's capacity of "
             f"{opened.manifest['capacity']['capacity_tokens']}"
         )
         out.log(left_out)
     peer: list[Measurement] = []
-    if beside is not None:
+    if peer_file is not None:
         try:
-            peer = [Measurement(**row) for row in json.loads(beside.read_text(encoding="utf-8"))]
+            peer = [Measurement(**row) for row in json.loads(peer_file.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{beside} has no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
+                f"{peer_file} has no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
             ) from error
     folder = report_folder(output or package / "bench")
-    with out.bar("measuring", len(wanted)) as progress:
+    with out.bar("measuring", len(lengths)) as progress:
         rows = measure(package, options, progress)
     content = {
         "package": str(package),

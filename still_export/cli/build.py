@@ -21,7 +21,7 @@ Examples:
 
 
 def build(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder, exported with --to trt or --to trt-rtx.")],
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -36,7 +36,7 @@ def build(
     if trust_native:
         trust_package(package, engines=False)
     with out.steps() as progress, ended_at_once(lambda: discard_staged(package)):
-        engines = build_engines(opened, BuildOptions(**asked), progress)
+        engines = build_engines(opened, BuildOptions(**flags), progress)
     out.result(
         {"package": str(package), "engines": [str(e) for e in engines]},
         *(f"{engine}: {engine.stat().st_size / 1e6:,.0f} MB" for engine in engines),

@@ -97,11 +97,11 @@ def opening(conversation: Conversation) -> str:
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:
     model = conversation.model
-    held = int(model.length[0])
+    length = int(model.length[0])
     table = model.table
-    size = table.size_bytes(1, model.rows(held)) / 1e6
+    size = table.size_bytes(1, model.rows(length)) / 1e6
     bound = f" of {table.capacity_tokens:,}" if table.bounded else ""
-    lines = [f"{held:,}{bound} tokens read in {len(conversation.turns)} turns; their state has {size:.1f} MB"]
+    lines = [f"{length:,}{bound} tokens read in {len(conversation.turns)} turns; their state has {size:.1f} MB"]
     if last is not None:
         lines.append(
             f"last answer: {len(last.tokens)} tokens, the first after {last.first_token_s:.2f} s, "
@@ -171,16 +171,16 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     An exception during a call would leave a state that is updated in place half written.
     """
-    asked = False
+    pressed = False
 
     def on_interrupt(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        asked = True
+        pressed = True
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield lambda: asked
+        yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)

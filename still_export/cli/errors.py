@@ -68,7 +68,7 @@ def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseExceptio
     """Wrap the `progress` of a training (stage, steps done, steps in all, measurements): after Ctrl-C or SIGTERM it raises `stop` at the
     end of the step. A second signal, and any before the first step or after the last, ends the process at once."""
     before: dict[signal.Signals, object] = {}
-    asked = False
+    stopping = False
 
     def restore() -> None:
         for number, handler in before.items():
@@ -76,18 +76,18 @@ def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseExceptio
         before.clear()
 
     def on_signal(*_: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal stopping
+        stopping = True
         restore()
         print("stopping after this step, with a checkpoint; once more: at once", file=sys.stderr)
 
     def reported(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
         if done == total:
             restore()
-        elif not before and not asked and threading.current_thread() is threading.main_thread():
+        elif not before and not stopping and threading.current_thread() is threading.main_thread():
             before.update({number: signal.signal(number, on_signal) for number in INTERRUPTS})
         progress(stage, done, total, measured)
-        if asked:
+        if stopping:
             raise stop
 
     return reported
@@ -127,13 +127,13 @@ def usage(error: Exception, argv: Sequence[str]) -> str:
         name, joined, value = word.partition("=")
         if name in names and name.startswith("-"):
             typed = f"{name} {value if joined else next(iter(argv[at + 1 :]), '')}".rstrip()
-    said = str(getattr(error, "message", error))
-    if parameter is None or not said:
-        said = error.format_message() if hasattr(error, "format_message") else said
-    said = said.removeprefix("Invalid value: ").removeprefix("Value error, ").rstrip(".")
-    for theirs, ours in _PLAIN:
-        said = re.sub(theirs, ours, said)
-    return f"{typed}: {said}." if typed and not said.startswith(names) and typed not in said else f"{said}."
+    message = str(getattr(error, "message", error))
+    if parameter is None or not message:
+        message = error.format_message() if hasattr(error, "format_message") else message
+    message = message.removeprefix("Invalid value: ").removeprefix("Value error, ").rstrip(".")
+    for pattern, plain in _PLAIN:
+        message = re.sub(pattern, plain, message)
+    return f"{typed}: {message}." if typed and not message.startswith(names) and typed not in message else f"{message}."
 
 
 _PLAIN = (

@@ -28,7 +28,7 @@ Examples:
 
 
 def evaluate(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     models: Annotated[
         list[str],
         typer.Argument(
@@ -58,7 +58,7 @@ def evaluate(
     from still_export.report import evaluate as looks
     from still_export.report.render import write_report
 
-    options, out = EvaluationOptions(**asked), Output(as_json, quiet)
+    options, out = EvaluationOptions(**flags), Output(as_json, quiet)
     if output is None and is_served(models[0]):
         raise ConfigError(f"{models[0]}: a server has no folder for the tables. Name one with -o OUTPUT.")
     folder = output or Path(models[0]) / "evaluation"

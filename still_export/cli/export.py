@@ -45,7 +45,7 @@ NO_PLUGIN = (
 
 
 def export(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     model: Annotated[
         str | None, typer.Argument(help="STILL model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
@@ -69,26 +69,26 @@ def export(
         raise ConfigError(
             "no model. Type: still-export MODEL --to onnx -o DIR, or still-export export --config manifest.json -o DIR"
         )
-    if ("dtype" in asked) + fp16 + bf16 > 1:
+    if ("dtype" in flags) + fp16 + bf16 > 1:
         raise ConfigError("--dtype, --fp16 and --bf16 all choose the type: give one of them.")
-    asked |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
+    flags |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
     if model is not None:
-        overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
+        overlays, untrained = flags.get("overlays") or (), config is not None or bool(flags.get("attach_untrained"))
         found = demand_model(model, "export", overlays, untrained)
-        check_model(model, asked.get("revision"))
+        check_model(model, flags.get("revision"))
         for overlay in overlays:
             check_overlay(overlay)
-        for text in asked.get("calibrate") or ():
+        for text in flags.get("calibrate") or ():
             read_text(Path(text))
-        _check_dtype(asked.get("to"), asked.get("dtype"), found.dtype)
+        _check_dtype(flags.get("to"), flags.get("dtype"), found.dtype)
     demand_free(output, force)
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
         from still_export.targets import export as exporting
         from still_export.targets.registry import target_of
 
-    asked |= {} if model is None else {"model": model}
-    job = exporting.plan_job(asked.pop("to", None), asked, exporting.read_manifest(config) if config else None)
+    flags |= {} if model is None else {"model": model}
+    job = exporting.plan_job(flags.pop("to", None), flags, exporting.read_manifest(config) if config else None)
     target = target_of(job.to, job.options)
     if "native" in target.flags and job.options.native is None and job.options.cpu is None and not job.options.archs:
         _build_kernels(out)
@@ -108,8 +108,8 @@ def export(
         engines, lacking = _engines(package, target, progress)
     if overflow:
         out.say(overflow)
-    _say_what_lacks(package, target, out)
-    _say_what_was_rounded(package, out)
+    _report_missing_code(package, target, out)
+    _report_rounding(package, out)
     if lacking:
         out.log(f"no engine yet: {lacking}")
     manifest = package.manifest
@@ -123,7 +123,7 @@ def export(
 
 
 def _build_kernels(out: Output) -> None:
-    """Build the kernels for this processor if they are missing and can be built. The export does not depend on them."""
+    """Build the kernels for this processor, which the export does not need, if they are missing and can be built."""
     from still_export.targets.ort.library import build_library, can_build, find_library
     from still_export.targets.trt.plugins import PluginBuildError
 
@@ -141,14 +141,14 @@ def _build_kernels(out: Output) -> None:
         out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports include them")
 
 
-def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
+def _check_dtype(to: str | None, requested: str | None, stored: str) -> None:
     """Refuse a type at once if no target named `to` computes in it."""
     from still_export.targets.registry import names, targets_of
 
     if to not in names():
         return
     targets = targets_of(to)
-    dtype = asked or targets[0].dtype
+    dtype = requested or targets[0].dtype
     if dtype == "auto":
         dtype = "float32" if stored == "bfloat16" else stored
     if dtype and not any(dtype in target.dtypes for target in targets):
@@ -169,12 +169,12 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
         return [], str(error)
 
 
-def _overflow(asked: ExportOptions, package: Package) -> str:
+def _overflow(options: ExportOptions, package: Package) -> str:
     """The warning for a model that overflows in the package's type, or ""."""
     from still_export.proof.overflow import overflow_of
 
     dtype = package.manifest["model"]["dtype"]
-    found = None if dtype == "bfloat16" else overflow_of(asked)
+    found = None if dtype == "bfloat16" else overflow_of(options)
     if found is None:
         return ""
     advice = "Export it with --dtype bfloat16 or float32." if dtype == "float16" else "Its weights may be damaged."
@@ -183,7 +183,7 @@ def _overflow(asked: ExportOptions, package: Package) -> str:
     )
 
 
-def _say_what_was_rounded(package: Package, out: Output) -> None:
+def _report_rounding(package: Package, out: Output) -> None:
     """Report source codes that the package does not store unchanged."""
     codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
     if codes["floats"]:
@@ -199,13 +199,13 @@ def _say_what_was_rounded(package: Package, out: Output) -> None:
         )
 
 
-def _say_what_lacks(package: Package, target: Target, out: Output) -> None:
+def _report_missing_code(package: Package, target: Target, out: Output) -> None:
     """Report native code that is missing in the package."""
     from still_export.targets.ort.library import find_library
 
     manifest = package.manifest
     if not manifest.get("plugins", True):  # only targets with plugins have this entry
         out.log(NO_PLUGIN)
-    taken = manifest["config"].get("native") is not None or "native" in manifest
-    if "native" in target.flags and not taken and find_library() is None:
+    has_code = manifest["config"].get("native") is not None or "native" in manifest
+    if "native" in target.flags and not has_code and find_library() is None:
         out.log(NO_KERNELS)

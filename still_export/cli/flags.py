@@ -34,15 +34,15 @@ def add_verb(
 
 
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:
-    """The verb `function` with `flags`. Flags that the user gave become its argument `asked`, values by field name."""
+    """The verb `function` with `flags`. Its argument `flags` gets the values that the user set, by field name."""
 
     def verb(**flag_values: Any) -> None:
-        asked = {flag.name: flag_values.pop(flag.name) for flag in flags}
-        function(**flag_values, asked={name: value for name, value in asked.items() if value not in (None, [])})
+        values = {flag.name: flag_values.pop(flag.name) for flag in flags}
+        function(**flag_values, flags={name: value for name, value in values.items() if value not in (None, [])})
 
     own = inspect.signature(function, eval_str=True)
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "asked"]
-    parameters = [*kept, *flags]
+    arguments = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "flags"]
+    parameters = [*arguments, *flags]
     verb.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {p.name: p.annotation for p in parameters}
     verb.__doc__ = function.__doc__
@@ -83,12 +83,12 @@ def finder_flags() -> list[inspect.Parameter]:
     return [_keyword(f"find_{name}", Annotated[bool | None, option]) for name, option in named]
 
 
-def _together(said: list[tuple[str, str]]) -> str:
+def _together(texts: list[tuple[str, str]]) -> str:
     """Texts of several targets; equal texts appear once."""
     by_text: dict[str, list[str]] = {}
-    for to, text in said:
+    for to, text in texts:
         by_text.setdefault(text, []).append(to)
-    return said[0][1] if len(by_text) == 1 else "; ".join(f"{', '.join(tos)}: {text}" for text, tos in by_text.items())
+    return texts[0][1] if len(by_text) == 1 else "; ".join(f"{', '.join(tos)}: {text}" for text, tos in by_text.items())
 
 
 def _options(record: type) -> Iterator[Field[Any]]:
@@ -104,19 +104,21 @@ def _shown(entry: Field[Any]) -> str:
 
 
 def _flag(record: type, entry: Field[Any], **changes: Any) -> inspect.Parameter:
-    said = {**entry.metadata, **changes}
+    metadata = {**entry.metadata, **changes}
     hint = get_type_hints(record)[entry.name]
     kind = next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
     flag = flag_of(record, entry.name)
     limits = {"least": "min", "most": "max", "env": "envvar"}
-    more: dict[str, Any] = {name: said[limit] for limit, name in limits.items() if limit in said}
+    more: dict[str, Any] = {name: metadata[limit] for limit, name in limits.items() if limit in metadata}
     if "tuple" in str(hint):
         item: type = next((t for t in (float, int) if t.__name__ in str(hint)), str)
-        kind = tuple if said.get("commas") else list[item]  # type: ignore[valid-type]
-        if said.get("commas"):
+        kind = tuple if metadata.get("commas") else list[item]  # type: ignore[valid-type]
+        if metadata.get("commas"):
             more |= {"parser": lambda text: _parts(flag, text, item), "metavar": "A,B,..."}
-    shown = said.get("shown", _shown(entry)) or False
-    option = typer.Option(flag, help=said["help"], show_default=shown, rich_help_panel=said.get("panel"), **more)
+    shown = metadata.get("shown", _shown(entry)) or False
+    option = typer.Option(
+        flag, help=metadata["help"], show_default=shown, rich_help_panel=metadata.get("panel"), **more
+    )
     return _keyword(entry.name, Annotated[kind | None, option])
 
 

@@ -35,7 +35,7 @@ def package_of(path: Path, out: Output) -> Path:
         demand_model(str(path), "export")
         out.log(f"exporting {path} to {folder}, once")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        asked = ExportOptions(str(path), quantize=quantize_policy(file))
+        options = ExportOptions(str(path), quantize=quantize_policy(file))
         with out.steps() as progress:
-            export(asked, folder, to="onnx", command=command_line(), progress=progress)
+            export(options, folder, to="onnx", command=command_line(), progress=progress)
     return folder

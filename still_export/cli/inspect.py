@@ -65,7 +65,7 @@ def inspect(
         target = found["target"]
         ready = not packaged_target(opened.manifest).built or bool(opened.manifest.get("engines"))
         lines = [
-            *(f"{name}: {said}" for name, said in first.items()),
+            *(f"{name}: {text}" for name, text in first.items()),
             next_commands(package, target, ready),
             "",
             *lines,
@@ -93,10 +93,10 @@ def _describe(found: Found, out: Output) -> None:
     from still_export.folders.model import check_family
 
     if found.path.is_file():
-        said = describe_gguf(found.path)
+        summary = describe_gguf(found.path)
     elif found.kind == "adapter":
-        said = describe_adapter(found.path)
+        summary = describe_adapter(found.path)
     else:
         check_family(found.model_type)
-        said = describe_folder(found.path)
-    out.result(said, *(f"{name}: {line}" for name, line in said.items()))
+        summary = describe_folder(found.path)
+    out.result(summary, *(f"{name}: {line}" for name, line in summary.items()))

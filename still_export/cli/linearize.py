@@ -41,7 +41,7 @@ Examples:
 
 
 def linearize(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     base: Annotated[
         str | None, typer.Argument(help="Softmax model: Hugging Face folder, hub id, or GGUF file.", show_default=False)
     ] = None,
@@ -94,15 +94,15 @@ def linearize(
     from still_export.linearization.run_folder import TO_REPLACE, RunFolder, check_replaceable
     from still_export.texts.files import read_text
 
-    finder = next((f for f in FINDERS.values() if asked.pop(f"find_{f.name}", False)), None)
-    asked_for = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    finder = next((f for f in FINDERS.values() if flags.pop(f"find_{f.name}", False)), None)
+    settings = {**flags, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
     measures = rank_layers or finder is not None
     if config is None and named is None and not rank_layers:
-        mixer = finder.mixer if finder is not None else asked_for.get("mixer", "still")
+        mixer = finder.mixer if finder is not None else settings.get("mixer", "still")
         named = DEFAULT_PRESETS.get(mixer, DEFAULT_PRESETS["still"])
-    recipe = read_recipe(config or (preset(named) if named else None), asked_for)
+    recipe = read_recipe(config or (preset(named) if named else None), settings)
     if softmax_layers and recipe.budget and not measures:
         raise ConfigError(
             f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
@@ -137,7 +137,7 @@ def linearize(
 
         disable_progress_bar()
     if adapter is not None and base is not None:
-        apply(base, adapter, output, tokenizer=asked.get("tokenizer"), force=force)
+        apply(base, adapter, output, tokenizer=flags.get("tokenizer"), force=force)
         out.result(
             {"model": str(output)},
             f"{output}: {base} with {adapter}",

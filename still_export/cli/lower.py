@@ -23,7 +23,7 @@ Examples:
 
 
 def lower(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Portable package, as `still-export MODEL -o PACKAGE` writes it.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Package folder to write.")],
     dtype: Annotated[
@@ -43,16 +43,16 @@ def lower(
     from still_export.targets import lower as lowering
     from still_export.targets.registry import names, targets_of
 
-    to = asked.pop("to", names()[0])
+    to = flags.pop("to", names()[0])
     target = targets_of(to)[0]
-    lowering.refuse_flags_of_others(target, asked)
+    lowering.refuse_flags_of_others(target, flags)
     out = Output(as_json, quiet)
     with out.steps() as progress:
         made = lowering.lower(
             package,
             to,
             output,
-            options=target.options(**asked),
+            options=target.options(**flags),
             dtype=dtype,
             force=force,
             command=command_line(),

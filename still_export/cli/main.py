@@ -35,8 +35,8 @@ from still_export.sources import local, look
 from still_export.texts.files import read_text
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(flag: bool) -> None:
+    if flag:
         print(f"still-export {still_export.__version__}")
         raise typer.Exit
 
@@ -71,7 +71,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "linearize": RECIPE,
     "doctor": PLAIN,
 }
-"""Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
+"""Verbs (a file each, with a function of its name), and the records that define their further flags."""
 
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
@@ -79,14 +79,14 @@ PANELS = {
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize",),
 }
-"""Verbs by what they are for, in the order of the help."""
+"""Verbs by purpose, in the order of the help."""
 
 
 @functools.cache  # otherwise each call of `main` in a process builds all verbs again
 def app(verb: str = "", alone: bool = False) -> typer.Typer:
-    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them.
+    """The command line. Only `verb` gets its flags from records, which need seconds of imports.
 
-    `alone`: it is the only verb, as the others' files and flags take a tenth of the time to a first token.
+    `alone`: add no other verb; their files and flags are a tenth of the time to the first token.
     """
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
@@ -135,7 +135,7 @@ READ = (
 """Flags that name a file to read, in each verb that has them."""
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
-"""What stands in the place of a verb; anything else is the model of an export."""
+"""Allowed first arguments besides verbs; anything else is the model of an export."""
 
 
 class _Interrupted(BaseException):
@@ -190,17 +190,17 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError as error:
         if debug:
             raise
-        asked = f": {error}" if str(error) else ""  # NumPy reports size and shape
-        complain("OutOfMemory", f"this machine has too little memory{asked}. Use one with more, or a smaller dtype.")
+        detail = f": {error}" if str(error) else ""  # NumPy reports size and shape
+        complain("OutOfMemory", f"this machine has too little memory{detail}. Use one with more, or a smaller dtype.")
     except BaseException as error:
         # Unforeseen errors, also of libraries: panics of Rust extensions are no Exception. The input may be damaged, or this is a bug.
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
-        said = " ".join(str(error).split())
-        if "can't allocate memory" in said or "bad allocation" in said:
-            complain("OutOfMemory", f"this machine has too little memory for the model: {said[-120:]}")
+        message = " ".join(str(error).split())
+        if "can't allocate memory" in message or "bad allocation" in message:
+            complain("OutOfMemory", f"this machine has too little memory for the model: {message[-120:]}")
         else:
-            complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
+            complain("Unexpected", f"{type(error).__name__}: {message[:300]} (--debug shows where; please report it)")
     sys.exit(2)
 
 
@@ -249,7 +249,7 @@ def _look_ahead(typed: list[str]) -> None:
 
 
 def _values(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags and what follows them."""
+    """(flag, value) pairs."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, joined, value = word.partition("=")
         yield flag, value if joined else following

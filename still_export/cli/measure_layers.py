@@ -21,10 +21,10 @@ def rank(recipe: Recipe, count: int, output: Path, force: bool, out: Output) -> 
 
     choice = select_layers(recipe, count, output, force=force, log=out.log)
     leave_processes()
-    says = "layer {}: {:.1%} of what the text needs from far tokens, {:.1%} of the attention from answers to facts"
+    template = "layer {}: {:.1%} of what the text needs from far tokens, {:.1%} of the attention from answers to facts"
     out.result(
         asdict(choice),
-        *(says.format(i, choice.needs.text[i], choice.needs.lookup[i]) for i in choice.needs.ranked()),
+        *(template.format(i, choice.needs.text[i], choice.needs.lookup[i]) for i in choice.needs.ranked()),
         f"chosen: {', '.join(map(str, choice.layers))}",
         f"next: still-export linearize {recipe.base} --softmax-layers {count} -o DIR, or layer_types of {output / 'layers.json'}",
     )

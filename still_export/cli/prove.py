@@ -20,7 +20,7 @@ Examples:
 
 
 def prove(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: PackageFolder,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the record.", show_default="PACKAGE/proofs")
@@ -38,7 +38,7 @@ def prove(
 
     if trust_native:
         trust_package(package)
-    out, options, folder = Output(as_json, quiet), ProveOptions(**asked), report_folder(output or package / "proofs")
+    out, options, folder = Output(as_json, quiet), ProveOptions(**flags), report_folder(output or package / "proofs")
     with out.steps() as progress:
         proven = show(package, options, progress)
     made = proven.record

@@ -33,11 +33,11 @@ A long text is read once and asked many times:
 """
 
 TOKENS, TALK_TOKENS = 128, 512
-"""Tokens of an answer, where --tokens does not say: of one, and of each in a talk."""
+"""Tokens of an answer without --tokens: of a single one, and of each in a chat."""
 
 
 def run(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
@@ -86,12 +86,12 @@ def run(
             f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
             f'{shlex.quote(str(package))} --prompt "..."'
         )
-    wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
+    options, opening = AnswerOptions(**options_of(AnswerOptions, flags)), options_of(LoadOptions, flags)
     if save_state and not prompts:
         raise ConfigError("--save-state saves the state after a prompt: give --prompt or --prompt-file.")
     if save_state:
         report_folder(save_state.parent)
-    cache_bytes(wanted.prefix_cache)
+    cache_bytes(options.prefix_cache)
     arguments = _arguments(chat_template_kwargs)
     if adapter is not None:
         from still_export.folders.model import check_overlay
@@ -102,19 +102,19 @@ def run(
     if not opening.get("check", True):
         print("--no-check: damaged weights are not detected", file=sys.stderr)
     try:
-        sampling = Sampling(wanted.temperature, wanted.top_k, wanted.top_p, wanted.seed)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         with out.waiting(f"opening {package}"):
             model = load(package, trust_native=trust_native, adapter=adapter, **opening)
         prefix = Snapshot.load(load_state) if load_state else None
         if not prompts:
-            cache = open_prefixes(model.runner, wanted.prefix_cache, wanted.prefix_dir)
-            most, table = wanted.tokens or TALK_TOKENS, model.runner.table
-            if wanted.tokens is None and table.bounded:
+            cache = open_prefixes(model.runner, options.prefix_cache, options.prefix_dir)
+            most, table = options.tokens or TALK_TOKENS, model.runner.table
+            if options.tokens is None and table.bounded:
                 most = max(1, min(most, table.capacity_tokens // 4))
             talk(
-                Conversation(model.runner, model.text, most, sampling, system, wanted.stop, prefix, cache, arguments),
+                Conversation(model.runner, model.text, most, sampling, system, options.stop, prefix, cache, arguments),
                 out,
-                wanted.when_full,
+                options.when_full,
             )
             if cache is not None:
                 cache.close()
@@ -141,9 +141,9 @@ def run(
             request = _ids(prompt_ids) or (messages if chat else content)
             answer = model.answer(
                 request,
-                wanted.tokens or TOKENS,
+                options.tokens or TOKENS,
                 sampling,
-                wanted.stop,
+                options.stop,
                 as_text=prompt_ids is None,
                 progress=progress,
                 chat_template_kwargs=arguments,

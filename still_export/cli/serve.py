@@ -29,7 +29,7 @@ Examples:
 
 
 def serve(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     package: PackageFolder,
     trust_native: TrustNative = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors on stderr.")] = False,
@@ -51,12 +51,12 @@ def serve(
     from still_export.serving.worker import Worker
 
     out = Output(False, quiet)
-    wanted, opening = ServeOptions(**options_of(ServeOptions, asked)), options_of(LoadOptions, asked)
-    if wanted.reproducible and opening.get("guess") not in (None, "none"):
+    options, opening = ServeOptions(**options_of(ServeOptions, flags)), options_of(LoadOptions, flags)
+    if options.reproducible and opening.get("guess") not in (None, "none"):
         raise ConfigError(
             "--reproducible and --guess exclude each other: guessed tokens change the pieces that are read. Leave one of them out."
         )
-    name = wanted.name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
+    name = options.name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
     package = package_of(package, out)
 
     def open_scheduler() -> Scheduler:
@@ -66,44 +66,44 @@ def serve(
                 f"{package} has no tokenizer.json, so it cannot be served: answers are text. Export a model with a tokenizer."
             )
         host_memory = isinstance(model.runner, OrtModel) and model.runner.device == "cpu"
-        size = wanted.prefix_cache or ("1GiB" if host_memory else "0")
-        prefixes = open_prefixes(model.runner, size, wanted.prefix_dir, wanted.reproducible)
+        size = options.prefix_cache or ("1GiB" if host_memory else "0")
+        prefixes = open_prefixes(model.runner, size, options.prefix_dir, options.reproducible)
         return Scheduler(
             model.runner,
             model.text,
-            wanted.rows,
-            wanted.max_queue,
-            wanted.max_context,
-            wanted.piece_tokens,
+            options.rows,
+            options.max_queue,
+            options.max_context,
+            options.piece_tokens,
             prefixes,
-            wanted.reproducible,
+            options.reproducible,
         )
 
-    with listen(wanted.host, wanted.port) as sock:
+    with listen(options.host, options.port) as sock:
         try:
             with out.waiting(f"opening {package}"):
                 worker = Worker(open_scheduler)
         except (RunError, CudaError) as error:
             raise PackageError(str(error)) from error
         scheduler = worker.scheduler
-        body_bytes = 1024 * wanted.max_body_kb if wanted.max_body_kb else (64 << 10) + 64 * scheduler.context
+        body_bytes = 1024 * options.max_body_kb if options.max_body_kb else (64 << 10) + 64 * scheduler.context
         local = is_local(sock)
-        named = wanted.allowed_host
-        hosts = frozenset(map(str.lower, [wanted.host, *named])) if local or named else None
-        settings = Settings(name, wanted.api_key, body_bytes, hosts)
+        named = options.allowed_host
+        hosts = frozenset(map(str.lower, [options.host, *named])) if local or named else None
+        settings = Settings(name, options.api_key, body_bytes, hosts)
         size = scheduler.state_bytes(scheduler.context) / 1e6
-        where = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
+        where = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{where}:{sock.getsockname()[1]}"
         out.log(
-            f"{settings.name} on {url}/v1: {wanted.rows} rows of {scheduler.context:,} tokens, whose state needs {size:,.0f} MB at most"
+            f"{settings.name} on {url}/v1: {options.rows} rows of {scheduler.context:,} tokens, whose state needs {size:,.0f} MB at most"
         )
         out.log(f"chat in a browser: {url}/\n{_curl(url, settings, bool(scheduler.text.chat))}")
-        if wanted.api_key is None and not local:
+        if options.api_key is None and not local:
             print(
                 f"warning: anyone who can reach {where} can use this server: set a key in STILL_API_KEY",
                 file=sys.stderr,
             )
-        Server(worker, settings, wanted.stop_timeout).run(sockets=[sock])
+        Server(worker, settings, options.stop_timeout).run(sockets=[sock])
         if worker.failure is not None:
             raise PackageError(str(worker.failure)) from worker.failure
         out.log("stopped")
@@ -114,9 +114,9 @@ def serve(
 
 def _curl(url: str, settings: Settings, chat: bool) -> str:
     """A shell command that tries the server."""
-    path, asked = "completions", dict[str, Any](prompt="Once upon a time")
+    path, request = "completions", dict[str, Any](prompt="Once upon a time")
     if chat:
-        path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body = json.dumps({"model": settings.name, **asked, "max_tokens": 64})
+        path, request = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body = json.dumps({"model": settings.name, **request, "max_tokens": 64})
     key = "" if settings.api_key is None else ' -H "Authorization: Bearer $STILL_API_KEY"'
     return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

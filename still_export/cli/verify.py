@@ -54,7 +54,7 @@ Examples:
 
 
 def verify(
-    asked: dict[str, Any],
+    flags: dict[str, Any],
     subject: Annotated[
         str,
         typer.Argument(
@@ -71,9 +71,11 @@ def verify(
     selections: Annotated[
         Path | None, typer.Option(help="Only write the runtime's selections to this file, for --record --follow.")
     ] = None,
-    follow: Annotated[
+    choices_file: Annotated[
         Path | None,
-        typer.Option(help="With --record: PyTorch uses the selections in this file, which --selections wrote."),
+        typer.Option(
+            "--follow", help="With --record: PyTorch uses the selections in this file, which --selections wrote."
+        ),
     ] = None,
     requests: Annotated[
         int | None,
@@ -96,32 +98,42 @@ def verify(
 ) -> None:
     """Compare with PyTorch: logits, states and selections of ONNX Runtime or TensorRT, vLLM's answers under load, another exporter's
     decoder, or a running server's answers; exit 1 on a mismatch."""
-    ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
-    others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
-    others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
-    runtime, out = asked.get("runtime"), Output(as_json, quiet)
+    engine_flags = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
+    package_flags = {f"--{name.replace('_', '-')}": x for name, x in flags.items() if name not in WITH_BOTH}
+    package_flags |= {
+        "--record": record,
+        "--selections": selections,
+        "--follow": choices_file,
+        "--report": report,
+        "--junit": junit,
+    }
+    runtime, out = flags.get("runtime"), Output(as_json, quiet)
     if is_server(subject):
         is_set = {
-            flag: x is not None for flag, x in (ours | others).items() if flag not in ("--model", "--lengths")
-        } | {f"--{flag}": flag in asked for flag in ("runtime", "provider")}
+            flag: x is not None
+            for flag, x in (engine_flags | package_flags).items()
+            if flag not in ("--model", "--lengths")
+        } | {f"--{flag}": flag in flags for flag in ("runtime", "provider")}
         is_set |= {"--junit": junit is not None, "--trust-native": trust_native}
-        lengths = tuple(asked.get("lengths") or ())
-        passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), is_set, out)
+        lengths = tuple(flags.get("lengths") or ())
+        passed = verify_server(subject, flags.get("model"), name, lengths, output, flags.get("seed", 0), is_set, out)
         raise typer.Exit(0 if passed else 1)
     if not Path(subject).exists():
         demand_package(Path(subject), "verify")
-    if asked.get("model") is not None:
-        check_model(asked["model"], here=not is_foreign(Path(subject)))
-    if asked.get("adapter") is not None:
-        check_overlay(asked["adapter"])
-    if asked.get("text") is not None:
-        read_text(asked["text"])
+    if flags.get("model") is not None:
+        check_model(flags["model"], here=not is_foreign(Path(subject)))
+    if flags.get("adapter") is not None:
+        check_overlay(flags["adapter"])
+    if flags.get("text") is not None:
+        read_text(flags["text"])
     if name is not None:
         raise ConfigError("--as names a server's model: give the server's address in the place of the package.")
     package = package_of(Path(subject), out)
-    check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
+    check_flags(
+        runtime, *({name: x is not None for name, x in group.items()} for group in (engine_flags, package_flags))
+    )
     if runtime == RUNTIME:
-        ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
+        ranks, seed = tensor_parallel_size or 1, flags.get("seed", 0)
         passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, out)
         raise typer.Exit(0 if passed else 1)
     if junit is not None:
@@ -130,8 +142,8 @@ def verify(
     if not foreign:
         demand_package(package, "verify")
     if foreign:
-        flags = {"record": record, "selections": selections, "follow": follow, "report": report, **asked}
-        raise typer.Exit(0 if verify_foreign(package, output, flags, out, junit) else 1)
+        foreign_flags = {"record": record, "selections": selections, "follow": choices_file, "report": report, **flags}
+        raise typer.Exit(0 if verify_foreign(package, output, foreign_flags, out, junit) else 1)
     from still_export.doctor import machine
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.package.staging import staged_files
@@ -149,9 +161,9 @@ def verify(
         )
     if record is not None and selections is not None:
         raise ConfigError("--selections asks the runtime and --record PyTorch; give one of them.")
-    if follow is not None and record is None:
+    if choices_file is not None and record is None:
         raise ConfigError("--follow is for PyTorch's answers: give it with --record.")
-    options = proof.VerifyOptions(**asked)
+    options = proof.VerifyOptions(**flags)
     opened = open_package(package, check_hashes=False)
     if trust_native:
         trust_package(package)
@@ -162,7 +174,7 @@ def verify(
     with out.phases() as progress:
         if file is not None:
             if record is not None:
-                count = proof.record(package, record, options, follow=follow, progress=progress)
+                count = proof.record(package, record, options, selections=choices_file, progress=progress)
             else:
                 count = proof.select(package, file, options, progress=progress)
             verb = f"still-export verify {shlex.quote(str(package))}"
@@ -181,11 +193,11 @@ def verify(
                 raise
             own = verify_own(package, options.provider, options.seed, str(error), progress)
     if own is not None:
-        said = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
+        verdict = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
         with staged_files(folder) as work:
-            (work / "report.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            (work / "report.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
         lines = [*map(str, own.checks), *(f"not asked: {line}" for line in own.not_asked)]
-        out.result(said, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
+        out.result(verdict, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
         raise typer.Exit(0 if own.passed else 1)
     content, ran, loss = found.to_dict(), found.subject, found.loss
     with staged_files(folder) as work:
@@ -194,10 +206,10 @@ def verify(
         out.result(content)
     else:
         rounded = rounds_activations(opened.manifest)
-        beside = (
+        baseline = (
             "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
         )
-        _print(found.report, folder, ran.title, ran.native, beside, repeatable=options.adapter is None)
+        _print(found.report, folder, ran.title, ran.native, baseline, repeatable=options.adapter is None)
         if loss is not None:
             print(loss)
         for line in found.report.not_asked:

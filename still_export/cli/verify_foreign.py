@@ -26,7 +26,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def verify_foreign(
-    package: Path, output: Path | None, asked: Mapping[str, Any], out: Output, junit: Path | None = None
+    package: Path, output: Path | None, flags: Mapping[str, Any], out: Output, junit: Path | None = None
 ) -> bool:
     """Compare a decoder with its model in every way of `ForeignProof`; print the verdict and write it, for CI to `junit`.
 
@@ -40,14 +40,14 @@ def verify_foreign(
 
     demand("onnx", "onnxruntime")
     if wrong := [
-        f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None and name not in FLAGS
+        f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None and name not in FLAGS
     ]:
         raise ConfigError(
             f"{', '.join(wrong)}: not with a decoder of another exporter. Leave {'it' if len(wrong) == 1 else 'them'} out."
         )
-    if asked.get("model") is None:
+    if flags.get("model") is None:
         raise ConfigError(f"{package} was exported by another program: name its model with --model.")
-    proof = ForeignProof(package, asked["model"], asked.get("lengths") or LENGTHS, asked.get("seed") or 0)
+    proof = ForeignProof(package, flags["model"], flags.get("lengths") or LENGTHS, flags.get("seed") or 0)
     where = report_folder(output or (package if package.is_dir() else package.parent) / "verify")
     with out.steps() as step:
         step("verifying")

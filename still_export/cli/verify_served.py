@@ -22,14 +22,14 @@ RUNTIME = "vllm"
 REQUESTS = 24
 
 
-def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[str, bool]) -> None:
+def check_flags(runtime: str | None, engine_flags: Mapping[str, bool], package_flags: Mapping[str, bool]) -> None:
     """Refuse flags of one kind of proof with the other.
 
     Args:
-        ours, others: Flags of the proof of an engine, and of a package; whether each was given.
+        engine_flags, package_flags: Flags of the proof of an engine and of a package; whether each is set.
     """
-    wrong, right = (others, f"--runtime {RUNTIME}") if runtime == RUNTIME else (ours, "a package")
-    extra = [name for name, is_given in wrong.items() if is_given]
+    wrong, right = (package_flags, f"--runtime {RUNTIME}") if runtime == RUNTIME else (engine_flags, "a package")
+    extra = [name for name, is_set in wrong.items() if is_set]
     if extra:
         raise ConfigError(f"{', '.join(extra)}: not with {right}. Leave {'it' if len(extra) == 1 else 'them'} out.")
 
@@ -95,8 +95,8 @@ def verify_served(
 
 def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
     console = Console(width=None if Console().is_terminal else 150)
-    held = "largest error" if kind == "float32" else "worst request's median error"
-    table = Table(title=f"vLLM against PyTorch, {kind}: {held} of a log-probability")
+    metric = "largest error" if kind == "float32" else "worst request's median error"
+    table = Table(title=f"vLLM against PyTorch, {kind}: {metric} of a log-probability")
     for column in ("load", "requests", "tokens", "preempted", "near ties", "open", "turned", "error", "bound", ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right", no_wrap=True)
     for report in found:

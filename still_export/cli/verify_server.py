@@ -28,10 +28,10 @@ def verify_server(
     lengths: tuple[int, ...],
     output: Path | None,
     seed: int,
-    given: Mapping[str, bool],
+    flags: Mapping[str, bool],
     out: Output,
 ) -> bool:
-    """Ask the server at `address` in every way, print and write the verdict.
+    """Compare answers of the server at `address` with PyTorch; print and write the verdict.
 
     Args:
         address: "http://HOST:PORT".
@@ -39,14 +39,14 @@ def verify_server(
         name: The server's name of the model.
         lengths: Of prompts, tokens; (): as usual.
         output: Folder of report.json; None: none is written.
-        given: Other flags, which ask for nothing here; whether each was given.
+        flags: Flags of other proofs; whether each is set.
 
     Raises:
         ConfigError: No --model, a flag of other proofs, or no server answers.
         StillExportError: The file cannot be read.
         RunError: The server refuses.
     """
-    wrong = [flag for flag, is_given in given.items() if is_given]
+    wrong = [flag for flag, is_set in flags.items() if is_set]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: not with a server's address. Leave {'it' if len(wrong) == 1 else 'them'} out."

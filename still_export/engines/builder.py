@@ -58,7 +58,7 @@ class EngineBuilder:
 
     def fail(self, what: str) -> BuildError:
         """An error with TensorRT's last messages."""
-        said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
+        reasons = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
         if any("memory" in error.lower() for error in self.errors):
             advice = self._memory_advice()
@@ -74,7 +74,7 @@ class EngineBuilder:
             )
             if joined:
                 advice += " Or export again with --batch 2 or more: each part of the model then has two layouts to try."
-        return BuildError(f"{what}:\n  {said}{advice}\nThe whole log: {self.package.path / LOG}")
+        return BuildError(f"{what}:\n  {reasons}{advice}\nThe whole log: {self.package.path / LOG}")
 
     def _memory_advice(self) -> str:
         free, total = self.driver.memory()
@@ -120,7 +120,7 @@ class EngineBuilder:
             self.plugin = load_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
 
     def _check_kernels(self, plugin: Path | None) -> None:
-        """Raise if the library has no kernels of an op for this GPU. TensorRT would report it minutes later."""
+        """Raise if the library has no kernels of an op for this GPU, which TensorRT would report minutes later."""
         with _refusals():
             library = find_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
         kernels, device = kernels_in(library) or {}, self.driver.architecture
@@ -195,7 +195,7 @@ class EngineBuilder:
             config.plugins_to_serialize = [str(self.plugin.resolve())]
 
     def _adjust(self, network: Any) -> None:
-        """Change the parsed network. By default layers already have the graph's types."""
+        """Change the parsed network, if its layers do not have the graph's types."""
 
     def _timing_cache(self, config: Any) -> Any:
         """Load the timings of an earlier build; those of another GPU or TensorRT are dropped."""
@@ -214,11 +214,9 @@ class EngineBuilder:
         return table.rows(table.capacity_tokens, least=1)
 
     def _calls(self) -> list[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
-        """Profiles: name, then (rows, tokens) for the least, the optimal and the largest call.
-
-        8.6 chose kernels for a single row that are wrong for more rows, within one profile of 1 to 8 rows. So single rows have their own
-        profile, and the profile of more rows is tuned for the largest. Calls with guesses have one size and are replayed as a CUDA graph.
-        """
+        """Profiles: name, then rows and tokens of a call, each as (least, optimal, largest)."""
+        # In one profile of 1 to 8 rows, TensorRT 8.6 chose kernels for a single row that are wrong for more. So single rows have their own
+        # profile, and the profile of more rows is tuned for the largest. Calls with guesses have one size and are replayed as a CUDA graph.
         batch, tokens = self.trt.batch, self.trt.prefill_tokens
         prefill, decode = (PREFILL, (1, 1, batch), (1, tokens, tokens)), (DECODE, (1, 1, 1), (1, 1, 1))
         rows = [(DECODE_ROWS, (2, batch, batch), (1, 1, 1))] if batch > 1 else []
@@ -243,9 +241,9 @@ class EngineBuilder:
             yield profile
 
     def _check_plugin_layers(self, plan: Any) -> None:
-        """Raise unless every still node became a plugin layer. The parser silently uses a function body otherwise."""
-        wanted = self.package.manifest["plugin_layers"]
-        if not wanted:
+        """Raise unless every still node became a plugin layer, because the parser silently uses function bodies instead."""
+        expected = self.package.manifest["plugin_layers"]
+        if not expected:
             return
         runtime = self.module.Runtime(self.logger)
         if self.trt.version_compatible:
@@ -256,7 +254,7 @@ class EngineBuilder:
         found = engine.create_engine_inspector().get_engine_information(self.module.LayerInformationFormat.JSON)
         (self.package.path / "engine.json").write_text(found)
         counts = plugin_layers(found)
-        for op, count in wanted.items():
+        for op, count in expected.items():
             if counts.get(op, 0) != count:
                 raise BuildError(
                     f"{count} nodes of {op} became {counts.get(op, 0)} plugin layers; engine.json has all layers. "

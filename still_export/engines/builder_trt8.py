@@ -48,10 +48,9 @@ class Trt8Builder(EngineBuilder):
         config.set_tactic_sources(0)  # cuBLAS and cuDNN do not speed up these graphs, and may be absent
 
     def _adjust(self, network: Any) -> None:
-        """Force the graph's types on all layers. Before 10 they are hints, and norms would run in half precision.
-
-        The parsed network does not have the types of inner tensors, so the package lists them.
-        """
+        """Force the graph's types on all layers."""
+        # Before TensorRT 10 types are hints, and norms would run in half precision. The parsed network lacks types of inner tensors, so the
+        # package lists them.
         module, types = self.module, self.package.manifest["value_types"]
         kinds = {"float32": module.float32, "float16": module.float16}
         free = {getattr(module.LayerType, n) for n in ("CONSTANT", "CAST", "PLUGIN_V2", "SHAPE", "IDENTITY")}

@@ -56,7 +56,7 @@ class BenchOptions(RunnerOptions):
         """Tokens in the package at the end of a measurement at `length`; an untimed step comes first and captures the timed ones."""
         return length + self.steps + 1
 
-    def held(self, manifest: dict[str, Any]) -> tuple[int, ...]:
+    def fitting_lengths(self, manifest: dict[str, Any]) -> tuple[int, ...]:
         """The requested lengths, or by default those of LENGTHS that fit into the package.
 
         Raises:
@@ -74,7 +74,7 @@ class BenchOptions(RunnerOptions):
 
 
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
-    """Measure one context length in this process: prefill of random tokens in pieces, as of a prompt, then greedy decoding."""
+    """Measure one context length in this process: prefill of random tokens in pieces, then greedy decoding."""
     manifest = read_manifest(package)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)
@@ -118,7 +118,7 @@ def bench(
         PackageError: A measurement failed; the message has its error.
     """
     rows = []
-    for length in options.held(read_manifest(Path(package))):
+    for length in options.fitting_lengths(read_manifest(Path(package))):
         command = [sys.executable, "-m", "still_export.evaluation.bench", str(package)]
         command += [str(length), json.dumps(asdict(options))]
         done = subprocess.run(command, text=True, capture_output=True)

@@ -300,7 +300,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: in
 def retrieval(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
-    """Share of answers with the most likely token in every place, as greedy decoding gives, by depth."""
+    """Share of answers that greedy decoding would generate, by depth."""
     haystack = next(iter(texts.values()), None) or DEFAULT_HAYSTACK
     filler = tokenize(haystack[: 200 * length], tokenizer, int(model.config.vocab_size))
     writer = TaskWriter(tokenizer, filler)
@@ -338,8 +338,8 @@ def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int])
     """Number of rows of `ids` [B, T] with the last `counts` tokens each the most likely; a served model answers with text."""
     if hasattr(model, "complete_all"):
         pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
-        said = model.complete_all([(prompt_ids, len(rest)) for prompt_ids, rest in pairs])
-        return sum(text.strip() == tokenizer.decode(rest).strip() for text, (_, rest) in zip(said, pairs, strict=True))
+        texts = model.complete_all([(prompt_ids, len(rest)) for prompt_ids, rest in pairs])
+        return sum(text.strip() == tokenizer.decode(rest).strip() for text, (_, rest) in zip(texts, pairs, strict=True))
     rows, longest = torch.from_numpy(ids).to(model.device), max(counts)
     likely = model(rows, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
     right = likely == rows[:, -longest:]

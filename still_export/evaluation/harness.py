@@ -37,7 +37,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         package: Its folder. runtime, provider, threads: See `still-export run`.
         max_tokens: Window of `loglikelihood_rolling`, and length of answers to tasks that set none.
-        given: Ignored: device and batch sizes, which the command line always passes and a package fixes.
+        extra: Ignored: device and batch size, which the command line always passes and a package fixes.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         found = []
-        for prompt, asked in (request.args for request in requests):
-            stop = asked.get("until") or []
-            sampled = asked.get("do_sample", False)
-            said = self.model.generate(
+        for prompt, options in (request.args for request in requests):
+            stop = options.get("until") or []
+            sampled = options.get("do_sample", False)
+            answer = self.model.generate(
                 prompt,
-                max_tokens=int(asked.get("max_gen_toks", self.max_tokens)),
-                temperature=float(asked.get("temperature", 1.0)) if sampled else 0.0,
+                max_tokens=int(options.get("max_gen_toks", self.max_tokens)),
+                temperature=float(options.get("temperature", 1.0)) if sampled else 0.0,
                 stop=[stop] if isinstance(stop, str) else stop,
             )
-            found.append(said.text)
+            found.append(answer.text)
         return found
 
 
@@ -138,7 +138,7 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: Folder, hub id or GGUF file; a softmax model is not changed.
         adapter: Folder that `linearize` trained from it.
-        given: Further arguments of the command line, such as device and batch size.
+        extra: Further arguments of the command line, such as device and batch size.
     """
 
     def __init__(

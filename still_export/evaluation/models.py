@@ -59,10 +59,10 @@ def evaluate(
     packages = _packages([m for m in paths if m not in served], alone=not served)
     if served:
         _check_served(options)
-    asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
-    asked += (options.by_position,) if options.texts and options.by_position else ()
-    longest = max(asked, default=2)
-    if not asked:
+    lengths = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
+    lengths += (options.by_position,) if options.texts and options.by_position else ()
+    longest = max(lengths, default=2)
+    if not lengths:
         raise ConfigError("nothing to measure. Give --text or --tasks.")
     for name, package in packages.items():
         _check_room(name, longest, package.manifest["capacity"])
@@ -129,5 +129,5 @@ def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
 def _measured(tokens: int, packages: Mapping[str, Package], setting: BenchOptions) -> int:
     """`tokens`, reduced until every package has room for the timed steps as well."""
     bounds = [p.manifest["capacity"] for p in packages.values()]
-    held = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
-    return max(1, min((tokens, *held)))
+    limits = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
+    return max(1, min((tokens, *limits)))

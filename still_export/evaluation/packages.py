@@ -43,17 +43,17 @@ class PackageModel:
         logits = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return SimpleNamespace(logits=torch.from_numpy(logits.astype(np.float32, copy=False)))
 
-    def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
-        """Logits [B, kept, V] of the last tokens of [B, T]."""
+    def _logits(self, tokens: np.ndarray, last: int) -> np.ndarray:
+        """Logits [B, last, V] of the last tokens of [B, T]."""
         rows, count = tokens.shape
         feeding = self.runner.feeding
         self.runner.start(rows, feeding.length(count))
         if self._all_logits:
             fed, places = feeding.fed(tokens)
-            return self._fed(fed)[:, places[-kept:]]
-        first = count - kept + 1
+            return self._fed(fed)[:, places[-last:]]
+        first = count - last + 1
         found = np.empty(
-            (rows, kept, self.config.vocab_size), np.float32
+            (rows, last, self.config.vocab_size), np.float32
         )  # gigabytes for long texts, so allocated once
         found[:, 0] = self._fed(feeding.fed(tokens[:, :first])[0])[:, -1]
         for place in range(first, count):
@@ -73,8 +73,8 @@ class PackageModel:
         new = torch.full((len(ids), max_new_tokens), pad_token_id, dtype=torch.int64)
         for row, (prompt, mask) in enumerate(zip(ids, attention_mask, strict=True)):
             self.runner.start()
-            said = self.runner.generate(prompt[mask.bool()].tolist(), max_new_tokens, Sampling(), {eos_token_id})
-            written = list(said)
+            reply = self.runner.generate(prompt[mask.bool()].tolist(), max_new_tokens, Sampling(), {eos_token_id})
+            written = list(reply)
             new[row, : len(written)] = torch.tensor(written, dtype=torch.int64)
         return torch.cat([ids, new], dim=1)
 
@@ -92,8 +92,8 @@ def open_model(package: Package, setting: BenchOptions) -> PackageModel:
         ConfigError: The runtime or provider does not fit the package.
         RunError: The package does not run here.
     """
-    asked = runtime_of(package.manifest["target"], setting.runtime).name
-    return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, threads=setting.threads))
+    runtime = runtime_of(package.manifest["target"], setting.runtime).name
+    return PackageModel(open_runner(package.path, package.manifest, runtime, setting.provider, threads=setting.threads))
 
 
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:

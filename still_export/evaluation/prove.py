@@ -72,7 +72,7 @@ def prove(
     figures["seconds"] = round(time.monotonic() - begin, 1)
     say("measuring")
     setting = BenchOptions(provider=options.provider, lengths=options.lengths)
-    if left := sorted(set(LENGTHS) - set(setting.held(opened.manifest))) if not options.lengths else []:
+    if left := sorted(set(LENGTHS) - set(setting.fitting_lengths(opened.manifest))) if not options.lengths else []:
         missing.append(f"speed at {', '.join(map(str, left))} tokens, which exceed the package's capacity")
     try:
         for row in bench(opened.path, setting, say):
@@ -106,7 +106,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     def progress(phase: str, done: int, total: int) -> None:
         say(f"verifying: {phase}, {done} of {total}")
 
-    asked = VerifyOptions(
+    settings = VerifyOptions(
         model=options.model,
         calls=options.calls,
         provider=options.provider,
@@ -115,7 +115,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     )
     try:
         say("verifying")
-        return verify(package.path, asked, progress=progress).report
+        return verify(package.path, settings, progress=progress).report
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise

@@ -13,8 +13,8 @@ def replies(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens
     if hasattr(model, "complete_all"):
         written: list[str] = model.complete_all([(prompt, tokens) for prompt in prompts])
         return written
-    said = greedy(model, tokenizer, prompts, tokens)
-    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
+    generated = greedy(model, tokenizer, prompts, tokens)
+    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in generated]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def is_served(model: str) -> bool:
 
 
 class ServedModel:
-    """A model behind a server. It returns no logits, so only tasks answered in words, and needles, can be measured.
+    """A model on a server. A server returns no logits, so only tasks answered in text can be measured.
 
     Args:
         address: Up to the version: http://127.0.0.1:8000/v1.
@@ -51,10 +51,10 @@ class ServedModel:
         body = {"model": self.name, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
         return self._ask("completions", lambda found: found["choices"][0]["text"], body)
 
-    def complete_all(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[str]:
+    def complete_all(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[str]:
         """The continuations of (token ids, most tokens) pairs, in order."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(lambda one: self.complete(*one), asked))
+            return list(pool.map(lambda one: self.complete(*one), requests))
 
     def _ask(self, what: str, read: Any, body: dict[str, Any] | None = None) -> str:
         content = None if body is None else json.dumps(body).encode()

@@ -29,7 +29,7 @@ PLACES = "kitchen garden office bathroom hallway bedroom".split()
 OBJECTS = "football apple milk".split()
 
 
-def holds(reply: str, answer: str) -> bool:
+def contains(reply: str, answer: str) -> bool:
     """Whether a reply contains the answer as a whole word."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
@@ -60,9 +60,9 @@ class Item:
     def score(self, reply: str) -> float:
         """Share of answers in the reply, 0 to 1."""
         if self.choices:
-            said = re.search(rf"(?<!\w)({'|'.join(self.choices)})(?!\w)", reply, re.IGNORECASE)
-            return float(said is not None and said[1].lower() == self.answers[0].lower())
-        return sum(holds(reply, answer) for answer in self.answers) / len(self.answers)
+            match = re.search(rf"(?<!\w)({'|'.join(self.choices)})(?!\w)", reply, re.IGNORECASE)
+            return float(match is not None and match[1].lower() == self.answers[0].lower())
+        return sum(contains(reply, answer) for answer in self.answers) / len(self.answers)
 
     def fault(self, text: str) -> str:
         """The fault of a prompt with this `text`; "": none."""
@@ -77,9 +77,9 @@ class Item:
             if {word for word, _ in counts[:-1]} != set(self.answers) or counts[-2][1] <= counts[-1][1]:
                 return f"its most frequent words are {', '.join(word for word, _ in counts)}"
         elif not self.chance:
-            given = _plain(" ".join((*(fact for _, fact in self.facts), self.question, self.lead)))
+            own_text = _plain(" ".join((*(fact for _, fact in self.facts), self.question, self.lead)))
             for answer in self.answers:
-                if len(re.findall(rf"\b{answer}\b", text)) != len(re.findall(rf"\b{answer}\b", given)):
+                if len(re.findall(rf"\b{answer}\b", text)) != len(re.findall(rf"\b{answer}\b", own_text)):
                     return f"its text has {answer!r}, too"
         return ""
 
@@ -96,26 +96,26 @@ Maker = Callable[[np.random.Generator, float, Sequence[str]], Item]
 """Makes an item from a random generator, the depth of the fact, and the distinct words of the text."""
 
 
-def _needles(keys: int, values: int, asked: int) -> Maker:
-    """`keys` things with `values` codes each; the question is about the first `asked` things."""
+def _needles(keys: int, values: int, count: int) -> Maker:
+    """`keys` things with `values` codes each; the question is about the first `count` things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         drawn = rng.choice(len(COLOURS) * len(THINGS), keys, replace=False)
         names = [f"{COLOURS[i % len(COLOURS)]} {THINGS[i // len(COLOURS)]}" for i in drawn]
         numbers = rng.choice(9_000_000, (keys, values), replace=False) + 1_000_000
         places = rng.random((keys, values))
-        if asked * values == 1:
+        if count * values == 1:
             places[0, 0] = depth
         facts = [
             (float(places[i, j]), f" A code of the {name} is {numbers[i, j]}.")
             for i, name in enumerate(names)
             for j in range(values)
         ]
-        wanted = ", the ".join(names[:asked])
-        every, verb = ("the code", "is") if asked * values == 1 else ("all codes", "are")
-        question = f"\nWhat {verb} {every} of the {wanted} that the text names?"
-        lead = f" In the text {every} of the {wanted} {verb}"
-        answers = tuple(str(n) for n in numbers[:asked].flat)
+        things = ", the ".join(names[:count])
+        every, verb = ("the code", "is") if count * values == 1 else ("all codes", "are")
+        question = f"\nWhat {verb} {every} of the {things} that the text names?"
+        lead = f" In the text {every} of the {things} {verb}"
+        answers = tuple(str(n) for n in numbers[:count].flat)
         return Item(question, answers, tuple(facts), lead, tokens=16 + 12 * len(answers))
 
     return make
@@ -128,10 +128,10 @@ def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> 
         name = "".join(chr(65 + int(n)) for n in rng.integers(0, 26, 5))
         names += [name] * (name not in names)
     value = str(rng.integers(10_000, 100_000))
-    told = [
+    assignments = [
         f" VAR {name} = {source}." for name, source in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)
     ]
-    facts = tuple(zip(sorted(rng.random(len(told)).tolist()), told, strict=True))
+    facts = tuple(zip(sorted(rng.random(len(assignments)).tolist()), assignments, strict=True))
     question = (
         f"\nSome variables of the text have the value {value}, directly or from another variable. Which are they?"
     )
@@ -168,38 +168,38 @@ def _story(supporting: int) -> Maker:
         def pick(options: Sequence[str]) -> str:
             return options[int(rng.integers(len(options)))]
 
-        told: list[str] = []
-        asked: list[tuple[str, str, str]] = []
-        while len(told) < 6 + 4 * supporting or not asked:
-            who = pick(PEOPLE)
-            here = where.get(who, [])
+        events: list[str] = []
+        questions: list[tuple[str, str, str]] = []
+        while len(events) < 6 + 4 * supporting or not questions:
+            person = pick(PEOPLE)
+            here = where.get(person, [])
             if supporting > 1 and here and rng.random() < 0.5:
                 thing = pick(OBJECTS)
-                if holder.get(thing) == who:
+                if holder.get(thing) == person:
                     del holder[thing]
-                    told.append(f" {who} left the {thing} there.")
+                    events.append(f" {person} left the {thing} there.")
                 elif thing not in holder and (not seen[thing] or seen[thing][-1] == here[-1]):
-                    holder[thing] = who
+                    holder[thing] = person
                     seen[thing] = seen[thing] or [here[-1]]
-                    told.append(f" {who} took the {thing} there.")
+                    events.append(f" {person} took the {thing} there.")
             else:
                 place = pick([p for p in PLACES if p not in here[-1:]])
-                where.setdefault(who, []).append(place)
-                told.append(f" {who} went to the {place}.")
-                for thing in (t for t, by in holder.items() if by == who):
+                where.setdefault(person, []).append(place)
+                events.append(f" {person} went to the {place}.")
+                for thing in (t for t, by in holder.items() if by == person):
                     seen[thing].append(place)
             if supporting == 1:
-                asked = [(f"Where is {w}?", f"{w} is in the", p[-1]) for w, p in where.items()]
+                questions = [(f"Where is {w}?", f"{w} is in the", p[-1]) for w, p in where.items()]
             elif supporting == 2:
-                asked = [(f"Where is the {t}?", f"The {t} is in the", p[-1]) for t, p in seen.items() if len(p) > 1]
+                questions = [(f"Where is the {t}?", f"The {t} is in the", p[-1]) for t, p in seen.items() if len(p) > 1]
             else:
-                asked = [
+                questions = [
                     (f"Where was the {t} before the {p[-1]}?", f"Before the {p[-1]} the {t} was in the", p[-2])
                     for t, p in seen.items()
                     if len(p) > 1 and p.count(p[-1]) == 1
                 ]
-        question, lead, answer = asked[int(rng.integers(len(asked)))]
-        facts = tuple(zip(sorted(rng.random(len(told)).tolist()), told, strict=True))
+        question, lead, answer = questions[int(rng.integers(len(questions)))]
+        facts = tuple(zip(sorted(rng.random(len(events)).tolist()), events, strict=True))
         return Item(
             f"\n{question} Answer with a place.", (answer,), facts, f" {lead}", tuple(PLACES), chance=True, tokens=8
         )
@@ -269,12 +269,12 @@ class PromptWriter:
     def _listed(self, item: Item, room: int, rng: np.random.Generator) -> np.ndarray:
         """Token ids of the item's words in random order, as many as fit."""
         encoded = self.tokenizer([f" {word}" for word, _ in item.words], add_special_tokens=False)["input_ids"]
-        asked = np.array([count for _, count in item.words])
+        frequencies = np.array([count for _, count in item.words])
         sizes = np.array([len(ids) for ids in encoded])
-        if asked[0] < 1:  # shares of all
-            counts = np.floor(asked * room / (asked * sizes).sum()).astype(int)
+        if frequencies[0] < 1:  # shares of all
+            counts = np.floor(frequencies * room / (frequencies * sizes).sum()).astype(int)
         else:
-            counts = np.where((asked * sizes).cumsum() <= room, asked, 0).astype(int)
+            counts = np.where((frequencies * sizes).cumsum() <= room, frequencies, 0).astype(int)
             if len(counts) <= COMMON or counts[-1]:
                 raise ConfigError(
                     f"{self.task}: {len(counts)} different words do not fill {room} tokens. Give more --text."
@@ -304,8 +304,8 @@ def replied(
     scores: list[float] = []
     for start in range(0, len(prompts), at_once):
         part = prompts[start : start + at_once]
-        said = replies(model, writer.tokenizer, [p.ids.tolist() for p in part], part[0].item.tokens)
-        scores += [p.item.score(text) for p, text in zip(part, said, strict=True)]
+        texts = replies(model, writer.tokenizer, [p.ids.tolist() for p in part], part[0].item.tokens)
+        scores += [p.item.score(text) for p, text in zip(part, texts, strict=True)]
     found: list[float] = np.array(scores).reshape(depths, samples).mean(1).tolist()
     return found
 

@@ -23,7 +23,7 @@ Arguments = Mapping[str, Any] | None
 class LanguageModel:
     """A package's model. It runs one call at a time, because its state is updated in place.
 
-    Each call starts from the prefix: initially empty, or what `read` has read, or what `restore` was given.
+    Each call starts from the prefix: initially empty, then the state after `read` or `restore`.
 
         model.read(document, chat=True)                      # once; seconds for a long one
         model.snapshot().save("document.safetensors")
@@ -172,19 +172,19 @@ class LanguageModel:
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
-        known, told = self._begin(self._ids(prompt, tools, chat_template_kwargs), progress)
+        known, progress = self._begin(self._ids(prompt, tools, chat_template_kwargs), progress)
         self._place = "answer" if _is_chat(prompt) else "text"
         self._last = Answer(
             self.runner,
             self.text if as_text else None,
-            self._said[known:],
+            self._prompt_ids[known:],
             max_tokens,
             sampling,
             stop=stop,
-            progress=told,
+            progress=progress,
             stopped=stopped,
             cached=known,
-            before=self._said[:known],
+            before=self._prompt_ids[:known],
         )
         return self._last
 
@@ -212,9 +212,9 @@ class LanguageModel:
         if chat and self._prefix is not None:
             raise RunError("a chat begins with its first text: restore(None) first.")
         ids = self.text.opening(str(prompt), system, chat_template_kwargs) if chat else self._ids(prompt)
-        known, told = self._begin(ids, progress)
-        if self._said:
-            self.runner.prefill(self._said[known:], told)
+        known, progress = self._begin(ids, progress)
+        if self._prompt_ids:
+            self.runner.prefill(self._prompt_ids[known:], progress)
         self._place = "user" if chat else "text"
         found = self.snapshot()
         self._begin_with(found)
@@ -222,10 +222,10 @@ class LanguageModel:
 
     def snapshot(self) -> Snapshot:
         """The state after the last call, with its tokens; `Snapshot.save` writes it to a file."""
-        said = self._said + (self._last.tokens if self._last else [])
-        given = self.runner.feeding.given
-        read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
-        return Snapshot.of(self.runner, self._place, tuple(said[read:]))
+        tokens = self._prompt_ids + (self._last.tokens if self._last else [])
+        text_tokens = self.runner.feeding.text_tokens
+        read = text_tokens(int(self.runner.length[0])) - (text_tokens(self._prefix.length) if self._prefix else 0)
+        return Snapshot.of(self.runner, self._place, tuple(tokens[read:]))
 
     def restore(self, snapshot: Snapshot | str | Path | None) -> None:
         """Start later calls from a snapshot, its file, or (None) from the empty state.
@@ -242,13 +242,13 @@ class LanguageModel:
 
     def _begin_with(self, prefix: Snapshot | None) -> None:
         self._prefix, self._place = prefix, prefix.place if prefix else "text"
-        self._said = list(prefix.unread) if prefix else []
+        self._prompt_ids = list(prefix.unread) if prefix else []
         self._reader = Reader(self.runner, self.prefixes, prefix)
 
     def _settle(self) -> None:
         """Cache the state of the last call if it was completed."""
         if self._last is not None and self._last.whole:
-            self._reader.end(self._said + self._last.tokens)
+            self._reader.end(self._prompt_ids + self._last.tokens)
         self._last = None
 
     def _ids(self, prompt: Prompt, tools: Tools = None, arguments: Arguments = None) -> list[int]:
@@ -263,10 +263,10 @@ class LanguageModel:
         return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
 
     def _begin(self, ids: list[int], progress: Progress | None) -> tuple[int, Progress]:
-        """Set the runner to the prefix and the cached part after it, as in `Reader.begin`; `_said` has the ids to read."""
+        """Set the runner to the prefix and the cached part after it, as in `Reader.begin`; `_prompt_ids` has the ids to read."""
         self._settle()
-        self._said = [*(self._prefix.unread if self._prefix else ()), *ids]
-        return self._reader.begin(self._said, progress)
+        self._prompt_ids = [*(self._prefix.unread if self._prefix else ()), *ids]
+        return self._reader.begin(self._prompt_ids, progress)
 
 
 def _is_chat(prompt: Prompt) -> bool:

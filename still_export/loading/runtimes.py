@@ -69,42 +69,43 @@ class Runtime:
     graphs: bool = False
 
 
-def open_ort(asked: Opening) -> Runner:
+def open_ort(opening: Opening) -> Runner:
     from still_export.runtime.ort import OrtModel
 
-    changed = asked.watch or asked.tensors or asked.graph != MODEL or _unpacks(asked)
-    watched = watched_graph(asked) if changed else None
+    changed = opening.watch or opening.tensors or opening.graph != MODEL or _unpacks(opening)
+    watched = watched_graph(opening) if changed else None
     return OrtModel(
-        asked.folder, asked.threads, asked.provider, check=asked.check, watched=watched, bodies=asked.bodies
+        opening.folder, opening.threads, opening.provider, check=opening.check, watched=watched, bodies=opening.bodies
     )
 
 
-def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
+def watched_graph(opening: Opening) -> tuple[bytes, list[str]]:
     """Returns (graph with the requested outputs, names of these: the first output, int32, of each watched node, and `tensors`)."""
     import onnx
 
     from still_export.graph.weights_file import resolve_weights
 
-    path = asked.folder / asked.graph
+    path = opening.folder / opening.graph
     model = onnx.load(path, load_external_data=False)
     resolve_weights(model, path)
-    names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
+    names = [node.output[0] for node in model.graph.node if node.op_type in opening.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
     # ONNX Runtime infers their types: Mamba's residual is float32 in half precision.
-    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in asked.tensors)
-    return (_weights_first(model) if _unpacks(asked) else model).SerializeToString(), [*names, *asked.tensors]
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in opening.tensors)
+    return (_weights_first(model) if _unpacks(opening) else model).SerializeToString(), [*names, *opening.tensors]
 
 
-def _unpacks(asked: Opening) -> bool:
+def _unpacks(opening: Opening) -> bool:
     """Whether function bodies unpack weights in each call."""
     from still_export.runtime.ort_session import keeps_codes
 
-    return asked.bodies and keeps_codes(asked.manifest, asked.graph)
+    return opening.bodies and keeps_codes(opening.manifest, opening.graph)
 
 
 def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with inlined functions and with nodes that read only weights first. ONNX Runtime computes the later one of a product's
-    inputs first. So it unpacks each weight right before its product, instead of all of them (4 bytes a parameter) before the first."""
+    """The graph with inlined functions and with nodes that read only weights first."""
+    # ONNX Runtime computes the later one of a product's inputs first. So it unpacks each weight right before its product, instead of all of
+    # them (4 bytes a parameter) before the first.
     from onnx.inliner import inline_local_functions
 
     whole = inline_local_functions(model)
@@ -120,29 +121,29 @@ def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
     return whole
 
 
-def repeat_ort(asked: Opening) -> list[str]:
+def repeat_ort(opening: Opening) -> list[str]:
     """Polygraphy's command. It runs the bodies, because polygraphy loads no custom op library."""
-    providers = ["--providers", "cuda"] if asked.provider == "cuda" else []
-    return ["polygraphy", "run", str(asked.folder / MODEL), "--onnxrt", *providers]
+    providers = ["--providers", "cuda"] if opening.provider == "cuda" else []
+    return ["polygraphy", "run", str(opening.folder / MODEL), "--onnxrt", *providers]
 
 
-def open_trt(asked: Opening) -> Runner:
+def open_trt(opening: Opening) -> Runner:
     """Open the engine of a built package."""
     from still_export.runtime.tensorrt import TrtModel
 
-    return TrtModel(asked.folder, asked.plugin)
+    return TrtModel(opening.folder, opening.plugin)
 
 
-def repeat_trt(asked: Opening) -> list[str]:
-    entry = asked.manifest["engines"][0]
-    library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
+def repeat_trt(opening: Opening) -> list[str]:
+    entry = opening.manifest["engines"][0]
+    library = opening.plugin or opening.folder / opening.manifest["plugins"][entry["tensorrt"].split(".")[0]]
     # Polygraphy only opens libraries, so it needs the variant that registers itself.
     itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
-    engine = ["polygraphy", "run", str(asked.folder / entry["file"]), "--model-type", "engine", "--trt"]
+    engine = ["polygraphy", "run", str(opening.folder / entry["file"]), "--model-type", "engine", "--trt"]
     return [*engine, "--plugins", str(itself)]
 
 
-def open_torch(asked: Opening) -> Runner:
+def open_torch(opening: Opening) -> Runner:
     """Open the exported model in PyTorch, with the package's weights."""
     import torch
 
@@ -150,10 +151,10 @@ def open_torch(asked: Opening) -> Runner:
     from still_export.graph.quantization.read import held_model
     from still_export.loading.torch import TorchModel
 
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    model = held_model(ExportOptions.from_manifest(asked.manifest), asked.folder, asked.manifest)
-    return TorchModel(asked.manifest, model, asked.folder)
+    if opening.threads:
+        torch.set_num_threads(opening.threads)
+    model = held_model(ExportOptions.from_manifest(opening.manifest), opening.folder, opening.manifest)
+    return TorchModel(opening.manifest, model, opening.folder)
 
 
 ORT = Runtime(
@@ -166,11 +167,11 @@ TORCH = Runtime("torch", "PyTorch's runner", open_torch, repeat_ort, "torch")
 RUNTIMES = {runtime.name: runtime for runtime in (ORT, TENSORRT, TORCH)}
 
 
-def runtime_of(target: str, asked: str | None) -> Runtime:
+def runtime_of(target: str, name: str | None) -> Runtime:
     """The runtime of packages for `target`.
 
     Args:
-        asked: Value of --runtime: the target's own runtime, torch, or None: the target's own.
+        name: Value of --runtime: the target's own runtime, torch, or None: the target's own.
 
     Raises:
         ConfigError: The runtime does not run such packages, or none here does.
@@ -181,11 +182,11 @@ def runtime_of(target: str, asked: str | None) -> Runtime:
             f"a package for {target} is built here, but not run: its engines are for your own programs. "
             "Export with --to onnx or --to trt for one that runs here."
         )
-    if asked not in (None, own, TORCH.name):
+    if name not in (None, own, TORCH.name):
         raise ConfigError(
-            f"a package for {target} does not run with --runtime {asked}; it runs with {own}, and with {TORCH.name}."
+            f"a package for {target} does not run with --runtime {name}; it runs with {own}, and with {TORCH.name}."
         )
-    return RUNTIMES[asked or own]
+    return RUNTIMES[name or own]
 
 
 def runtime_named(name: str) -> Runtime:

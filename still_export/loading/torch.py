@@ -84,9 +84,9 @@ class TorchModel(Runner):
             for name, tensor in layer.items():
                 layer[name] = tensor.clone()  # a returned tensor may be a view
                 layer[name][sequence] = 0
-                if (given := arrays.get(f"{name}.{i}")) is not None:
-                    layer[name][sequence][tuple(slice(0, n) for n in given.shape[1:])] = torch.from_numpy(
-                        given[0].copy()
+                if (source := arrays.get(f"{name}.{i}")) is not None:
+                    layer[name][sequence][tuple(slice(0, n) for n in source.shape[1:])] = torch.from_numpy(
+                        source[0].copy()
                     )
 
     def state_arrays(self) -> dict[str, np.ndarray]:

@@ -183,7 +183,7 @@ def likeliest_check(rows: Sequence[tuple[str, int, Logits, np.ndarray]]) -> Chec
     """Whether both sides agree on the likeliest token wherever the reference's margin exceeds twice the allowed error of a logit.
 
     Args:
-        rows: Case, call, its logits, and the bounds [B, T] of their errors; NaN where nothing is held.
+        rows: Case, call, its logits, and the bounds [B, T] of their errors; NaN: not compared.
     """
     clear = agree = 0
     first, wrong = "", 0

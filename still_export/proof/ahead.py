@@ -33,21 +33,21 @@ NEAR = 8.0
 
 @dataclass
 class _Row:
-    """What the runtime's model read in one sequence, its hidden states, the head's answers after some of the tokens, and the model's own
-    last logits."""
+    """One sequence in the runtime: tokens read, their hidden states, rounds (tokens read so far, guesses, the head's logits), and the
+    model's own last logits with the place of their first token."""
 
     tokens: list[int] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
-    asked: list[tuple[int, list[int], np.ndarray]] = field(default_factory=list)
+    rounds: list[tuple[int, list[int], np.ndarray]] = field(default_factory=list)
     read: tuple[int, np.ndarray] = (0, np.zeros(0))
 
 
 class HeadCases:
-    """Random questions to a head.
+    """Random calls of a head, compared with PyTorch.
 
     Args:
-        right, own: Read the head in PyTorch, in a wider type than the package's and as the package computes.
-        chunk: Tokens at whose multiples calls may differ.
+        right, own: Load the head in PyTorch: in a wider type than the package's, and in the package's own.
+        chunk: Lengths are drawn around multiples of this.
     """
 
     def __init__(self, right: Callable[[], Any], own: Callable[[], Any], chunk: int, seed: int = 0) -> None:
@@ -59,51 +59,55 @@ class HeadCases:
         pairs: Pairs = []
         own: list[Arrays] = []
         sums: dict[str, list[float]] = {}
-        kept = rows = 0
-        asked = self._run(session)
+        compared = rows = 0
+        runs = self._run(session)
         answers = []
         for read in (self.right, self.own):
             model = read()  # one of them at a time is in memory
-            answers.append([self._answers(model, row, states) for row, states in asked])
+            answers.append([self._answers(model, row, states) for row, states in runs])
             del model
-        for (row, states), (right, margins), (ours, other) in zip(asked, *answers, strict=True):
-            found = {LOGITS: np.concatenate([x for _, _, x in row.asked])[None], READ: row.read[1][None], **states}
-            right, ours, found = (as_numbers(x) for x in (right, ours, found))
-            if margins is not None and other is not None:
-                error = NEAR * np.abs(margins - other).max()
+        for (row, states), (right, margins), (own_answers, own_margins) in zip(runs, *answers, strict=True):
+            found = {LOGITS: np.concatenate([x for _, _, x in row.rounds])[None], READ: row.read[1][None], **states}
+            right, own_answers, found = (as_numbers(x) for x in (right, own_answers, found))
+            if margins is not None and own_margins is not None:
+                error = NEAR * np.abs(margins - own_margins).max()
                 tied = np.abs(margins).reshape(len(margins), -1).min(-1) <= error
-                for each in (ours, found):
+                for each in (own_answers, found):
                     each[LOGITS] = np.where(tied[None, :, None], right[LOGITS], each[LOGITS])
-                kept -= int(tied.sum())
-            kept, rows = kept + right[LOGITS].shape[1], rows + right[LOGITS].shape[1]
+                compared -= int(tied.sum())
+            compared, rows = compared + right[LOGITS].shape[1], rows + right[LOGITS].shape[1]
             pairs.append((right, found))
             own.append({})
             for name, expected in right.items():
-                errors, total = errors_of(expected, ours[name])
+                errors, total = errors_of(expected, own_answers[name])
                 own[-1][name] = errors.astype(np.float32)
                 sums.setdefault(name, []).append(total / max(expected.size, 1))
         case = Case("head, guessed", [], [expected for expected, _ in pairs], own=own)
         case.own_mean = {name: float(np.mean(each)) for name, each in sums.items()}
-        return case, pairs, Check("the head's logits", kept > 0, f"{rows - kept} of {rows} behind a router's near tie")
+        return (
+            case,
+            pairs,
+            Check("the head's logits", compared > 0, f"{rows - compared} of {rows} behind a router's near tie"),
+        )
 
     def _run(self, session: Session) -> list[tuple[_Row, Arrays]]:
-        """Run prompts and guesses on the runtime. Returns what each sequence read, with the head's states."""
+        """Run prompts and guesses on the runtime. Returns (sequence, the head's states) pairs."""
         model, random = session.model, self.random
         head, vocabulary = model.head, int(model.manifest["model"]["vocab_size"])
         count = min(len(self.lengths), model.most_rows or len(self.lengths))
         rows = [_Row() for _ in range(count)]
-        follow: Callable[..., None] = head.follow
+        add: Callable[..., None] = head.add
 
-        def followed(first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
-            for number, brought in enumerate(counts):
-                rows[first + number].tokens += tokens[number, :brought].tolist()
-                rows[first + number].hidden += [*hidden[number, :brought].copy()]
-            follow(first, tokens, counts, hidden)
+        def record(first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
+            for number, length in enumerate(counts):
+                rows[first + number].tokens += tokens[number, :length].tolist()
+                rows[first + number].hidden += [*hidden[number, :length].copy()]
+            add(first, tokens, counts, hidden)
 
         def drawn(*shape: int) -> np.ndarray:
             return random.integers(vocabulary, size=shape)
 
-        head.follow = followed
+        head.add = record
         try:
             model.start(count)
             lengths = np.array(self.lengths[:count])
@@ -115,47 +119,47 @@ class HeadCases:
                 for number, row in enumerate(rows):
                     guesses = [int(following[number, 0]), *drawn(model.guesses - 1).tolist()]
                     logits = [head.begin(number, guesses[0]), *map(head.go_on, guesses[1:])]
-                    row.asked.append((len(row.tokens), guesses, np.array(logits)))
+                    row.rounds.append((len(row.tokens), guesses, np.array(logits)))
                 if turn == ROUNDS // 2:
                     model.step(following[:, 0])
                     continue
-                said = model.guess(following)
-                held = random.integers(turn == 0, 2 + model.guesses, count)
-                for row, logits, number in zip(rows, said, held, strict=True):
+                answers = model.guess(following)
+                accepted = random.integers(turn == 0, 2 + model.guesses, count)
+                for row, logits, number in zip(rows, answers, accepted, strict=True):
                     row.read = (len(row.tokens), logits[:number]) if number else row.read
-                model.accept(held)
+                model.accept(accepted)
             states = [
                 {f"present_{name}": array for name, array in model.take(number).items() if name.startswith(AHEAD)}
                 for number in range(count)
             ]
         finally:
-            del head.follow
+            del head.add
         return list(zip(rows, states, strict=True))
 
     @torch.no_grad()
     def _answers(self, model: Any, row: _Row, states: Arrays) -> tuple[Arrays, np.ndarray | None]:
-        """PyTorch's answers to the questions of one sequence, and what its routers compared for each logit."""
+        """Returns (PyTorch's logits and states for one sequence, margins of its routers by logit or None)."""
         watched: list[Tensor] = []
         routers = [module for module in model.modules() if hasattr(module, "watch")]
         for module in routers:
             module.watch = lambda margins: watched.append(margins[:, -1].double())
         hidden = torch.tensor(np.array(row.hidden))[None]
         tokens = torch.tensor(row.tokens)[None]
-        empty = empty_states(model.config, 1, model.dtype, len(row.tokens) + len(row.asked[0][1]))
+        empty = empty_states(model.config, 1, model.dtype, len(row.tokens) + len(row.rounds[0][1]))
 
         def call(ids: Tensor, made: Tensor, past: int, before: list[dict[str, Tensor]]) -> Any:
             watched.clear()
             new, length = torch.tensor([ids.shape[1]]), torch.tensor([past])
-            kept = [{name: x.clone() for name, x in layer.items()} for layer in before]
-            every, after = decode_with_state(model, ids, new, length, kept, hidden=made)
+            copies = [{name: x.clone() for name, x in layer.items()} for layer in before]
+            every, after = decode_with_state(model, ids, new, length, copies, hidden=made)
             last = last_rows(every, new, 1)
             return model.logits(last)[0].double().numpy(), last, after, [x.numpy() for x in watched]
 
         with pytorch_forms():
-            held = call(tokens[:, 1:], hidden[:, :-1], 0, empty)[2] if len(row.tokens) > 1 else empty
+            cache = call(tokens[:, 1:], hidden[:, :-1], 0, empty)[2] if len(row.tokens) > 1 else empty
             logits, margins = [], []
-            for length, guesses, _ in row.asked:
-                made, after = hidden[:, length - 1 : length], held
+            for length, guesses, _ in row.rounds:
+                made, after = hidden[:, length - 1 : length], cache
                 for number, token in enumerate(guesses):
                     found = call(torch.tensor([[token]]), made, length - 1 + number, after)
                     logits.append(found[0])
@@ -165,12 +169,12 @@ class HeadCases:
             module.watch = None
         layers = int(next(iter(states)).rpartition(".")[2])
         found = {LOGITS: np.concatenate(logits)[None]}
-        for number, layer in enumerate(held):
+        for number, layer in enumerate(cache):
             for name, x in layer.items():
                 output = f"present_{AHEAD}{name}.{layers + number}"
                 found[output] = (x.float() if x.dtype == torch.float64 else x).numpy()[:, :, : len(row.tokens) - 1]
         last = f"present_{AHEAD}hidden.{layers}"
         found[last] = np.array(row.hidden[-1:])
-        begin, said = row.read
-        found[READ] = model.logits(hidden[:, begin : begin + len(said)].to(model.dtype)).double().numpy()
+        begin, read_logits = row.read
+        found[READ] = model.logits(hidden[:, begin : begin + len(read_logits)].to(model.dtype)).double().numpy()
         return found, np.array(margins) if margins[0].size else None

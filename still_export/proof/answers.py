@@ -17,12 +17,12 @@ from still_kernels.ties import Ties
 
 @dataclass(frozen=True)
 class Question:
-    """Calls one after the other, then single-token steps. Each call continues from the state of the one before.
+    """Calls, then single-token steps, each from the state after the previous one.
 
     Args:
-        feeds: Of the calls; the first has the states that all start from.
-        steps: Tokens [B, 1] that follow the last call.
-        places: Numbers of the steps whose outputs are compared one by one; steps between them are compared together.
+        feeds: Inputs of the calls; the first has the initial states.
+        steps: Tokens [B, 1] after the last call.
+        places: Steps whose outputs are compared one by one; steps between them are compared together.
     """
 
     feeds: Sequence[Arrays]
@@ -44,7 +44,7 @@ class Question:
 
 
 def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
-    """The questions that are asked again for the layers, by number: one sequence, no steps or images, the longest within SOME tokens."""
+    """Questions for the comparison by layer, by number: the longest within SOME tokens, of one sequence without steps or images."""
     sizes = {}
     for number, each in enumerate(questions):
         tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
@@ -56,11 +56,11 @@ def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Choices of a runtime at near ties. The reference makes the same ones.
+    """Choices of a runtime at near ties, which the reference repeats.
 
     Args:
-        seen: Choices of routers by place [B, N, k], of each layer that routes.
-        selected: By layer, what it selected; see `OpTies.kept`.
+        seen: Chosen experts [B, N, k] of each routing layer.
+        selected: Selected keys by layer; see `OpTies.kept`.
     """
 
     seen: Sequence[np.ndarray] = ()
@@ -105,11 +105,11 @@ class Answer:
 
 
 def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> Answer:
-    """Ask one question.
+    """Answer one question on the runtime.
 
     Args:
-        ties: Of the package; they read from states what was selected.
-        keep: Outputs are wanted; they wait in a file until they are read.
+        ties: The package's ties, which read selections from states.
+        keep: Keep the outputs, in a file until they are read.
     """
     session.seen()
     outputs = session.carry(question.feeds)

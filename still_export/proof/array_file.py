@@ -91,8 +91,8 @@ class ArrayFile:
     """A file that ArrayWriter wrote, and its head.
 
     Args:
-        holds: What it holds, for messages.
-        flag: What it is made with.
+        holds: Its content, for messages.
+        flag: The flag that writes it.
 
     Raises:
         PackageError: It is not readable, of another kind, format or package, or was changed; of arrays that is seen when they are read.
@@ -136,7 +136,7 @@ class ArrayFile:
         return found
 
     def _read(self, key: str, most: float = math.inf) -> np.ndarray:
-        """Read an array of at most `most` bytes. Its header is checked against its size before memory is allocated."""
+        """Read an array of at most `most` bytes, after comparing its header with its size."""
         member = self._file.getinfo(f"{key}.npy")
         if member.file_size > most:
             raise ValueError(f"{key} has {member.file_size:,} bytes; at most {most:,} are read")
@@ -163,7 +163,7 @@ def _write(file: zipfile.ZipFile, name: str, array: np.ndarray, compression: int
 
 
 def _name(content: np.ndarray) -> str:
-    """Of an array in the file: what it holds."""
+    """Name of an array in the file: a hash of its content."""
     found = hashlib.sha256(f"{content.dtype}{content.shape}".encode())
     if content.size:
         found.update(content.reshape(-1).view(np.uint8).data)
@@ -171,7 +171,7 @@ def _name(content: np.ndarray) -> str:
 
 
 def _digest(head: dict[str, Any]) -> str:
-    """Of all that the head says: means and places are in no array."""
+    """Hash of the head, whose numbers are in no array."""
     return hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()
 
 

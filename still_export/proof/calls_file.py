@@ -57,8 +57,8 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
 
 
 def _write(file: IO[bytes], call: Arrays, kind: Callable[[Arrays], Any]) -> None:
-    """Write a call as polygraphy's encoder does. The encoder is slow with large arrays, so it writes placeholders that are replaced
-    here."""
+    """Write a call in polygraphy's format."""
+    # Its encoder is slow with large arrays, so it encodes placeholders, which are replaced here.
     from polygraphy.json import to_json
 
     stand_ins = {name: np.array(number) for number, name in enumerate(call)}

@@ -38,17 +38,16 @@ class Case:
     Args:
         feeds, expected: Calls with fixed inputs and PyTorch's outputs, saved for polygraphy's own command.
         leads: PyTorch's leads of selected over rejected scores.
-        steps: For decode: the tokens [B, 1] that follow the first feed one by one; the target carries its own state.
-        places: Numbers of the steps whose calls the other feeds are: those at which something is chosen, and the last.
+        steps: For decode: tokens [B, 1] fed one by one after the first feed; the target carries its own state.
+        places: Steps at which something is chosen, and the last; the other feeds are these steps' calls.
         step_logits: PyTorch's logits after every step, [B, steps, V].
-        own: Of PyTorch's own run in the package's type the errors of each row (`row_errors`), for each of the pairs of `pairs`;
-            behind them, of further calls.
-        own_mean: The mean error of that run, by output.
-        went: By layer, the experts that tokens went to in PyTorch, a mask [B, N, E].
-        own_top1: That run's best tokens that are the reference's too, and all.
-        unreported: By layer, tokens [B, N] with a choice that nearly ties and that the target does not report. Their logits, and what later
-            layers keep of each, are not compared.
-        overflow, right_overflow: Where PyTorch's own run, and the reference, are not finite; None: nowhere.
+        own: `row_errors` of PyTorch's own run in the package's type, for each pair of `pairs`; then those of further calls.
+        own_mean: Mean error of the own run, by output.
+        experts: By layer, PyTorch's chosen experts, a mask [B, N, E].
+        own_top1: (best tokens of the own run that equal the reference's, all tokens).
+        unreported: By layer, tokens [B, N] with a near tie whose choice the target does not report. Their logits and states of later
+            layers are not compared.
+        overflow, right_overflow: Where the own run and the reference are not finite; None: nowhere.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Case:
     own: list[Arrays] = field(default_factory=list)
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
-    went: dict[int, np.ndarray] = field(default_factory=dict)
+    experts: dict[int, np.ndarray] = field(default_factory=dict)
     unreported: Mapping[int, np.ndarray] = field(default_factory=dict)
     overflow: Overflow | None = None
     right_overflow: Overflow | None = None
@@ -99,19 +98,19 @@ class Case:
 
     def add(self, known: Case) -> None:
         """Merge further results of the same case: more states of its calls, or their logits."""
-        for held, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
-            held.update(more)
+        for arrays, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
+            arrays.update(more)
         self.step_logits = known.step_logits
 
-    def follows(self, seen: Sequence[np.ndarray]) -> bool:
+    def same_experts(self, seen: Sequence[np.ndarray]) -> bool:
         """Whether PyTorch chose the same experts [B, N, k] as the runtime, in each layer that reports them."""
-        for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
-            count = min(went.shape[1], chosen.shape[1])
-            went, chosen = went[:, :count], chosen[:, :count]
-            told = chosen >= 0
-            there = np.take_along_axis(went, np.clip(chosen, 0, went.shape[2] - 1), -1) & (chosen < went.shape[2])
-            fewer = told.any(-1) & (told.sum(-1) < went.sum(-1))
-            if not (there | ~told).all() or fewer.any():
+        for (_, mask), chosen in zip(sorted(self.experts.items()), seen, strict=False):
+            count = min(mask.shape[1], chosen.shape[1])
+            mask, chosen = mask[:, :count], chosen[:, :count]
+            reported = chosen >= 0
+            there = np.take_along_axis(mask, np.clip(chosen, 0, mask.shape[2] - 1), -1) & (chosen < mask.shape[2])
+            fewer = reported.any(-1) & (reported.sum(-1) < mask.sum(-1))
+            if not (there | ~reported).all() or fewer.any():
                 return False
         return True
 
@@ -130,15 +129,15 @@ class Case:
 
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:
         """PyTorch's outputs of the steps from `done` up to `place`; `feed` is the call at `place`."""
-        held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
-        return as_numbers(held if self.step_logits is None else {**held, "logits": self.step_logits[:, done:place]})
+        states = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
+        return as_numbers(states if self.step_logits is None else {**states, "logits": self.step_logits[:, done:place]})
 
 
 class CaseSource(Protocol):
-    """Source of cases: PyTorch next to the target, or a file of recorded answers."""
+    """Source of cases: PyTorch next to the target, or a file of recorded answers. `uses_decisions`: PyTorch can use a runtime's choices."""
 
     count: int
-    follows: bool
+    uses_decisions: bool
     progress: Progress
 
     def begin(self, number: int) -> Question:
@@ -147,9 +146,8 @@ class CaseSource(Protocol):
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         """The cases of `answers` with each layer reading the runtime's own inputs; empty if the source cannot answer anew."""
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """The cases of these numbers (less than `count`), with the prompts of `begin`. For those in `follow`, PyTorch uses the given
-        decisions."""
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
+        """The cases of these numbers (less than `count`), with the prompts of `begin`. PyTorch uses the choices in `decisions`."""
 
 
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:
@@ -211,8 +209,8 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
             along = along / np.maximum(np.sqrt(np.einsum("nd,nd->n", a, a)), np.finfo(a.dtype).tiny)
         error = np.abs(error, out=error)
         top = error.max(-1, initial=0)
-        held = (largest > 0) | ~(top == 0)
-        found[:, part] = np.where(held, np.nan_to_num([top, along], nan=np.inf, posinf=np.inf), np.nan)
+        valid = (largest > 0) | ~(top == 0)
+        found[:, part] = np.where(valid, np.nan_to_num([top, along], nan=np.inf, posinf=np.inf), np.nan)
         return float(error.sum(-1).sum(dtype=np.float64))
 
     total = sum(_each_block(measure, range(0, found.shape[1], size)))

@@ -28,16 +28,16 @@ def nothing(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ChainCall:
-    """One call of a chain, which takes the states that the call before it left.
+    """One call of a chain, from the states after the previous call.
 
     Args:
         tokens: [B, T], right-padded.
-        new_tokens: Tokens that each sequence brings, int64 [B].
-        keep: Of the outputs `present_<state>.<layer>`, those that are kept.
-        every: Logits of every token, where the package gives those of the last.
-        inputs: What layers 1, 2, ..., and behind the last the model's norm, read in the place of what the layer before gave, [B, T, C]
-            each; what that gave is kept then.
-        given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
+        new_tokens: Tokens of each sequence that are not padding, int64 [B].
+        keep: Selects the outputs `present_<state>.<layer>` to keep.
+        every: Logits of every token, also if the package computes only the last ones.
+        inputs: Hidden states [B, T, C] that layers 1, 2, ... and the final norm read instead of the previous layer's output. That output
+            is then kept.
+        images: Image inputs for the tokens, by name (`still_graphs.states.GIVEN`).
     """
 
     tokens: np.ndarray
@@ -45,7 +45,7 @@ class ChainCall:
     keep: Keep = everything
     every: bool = False
     inputs: Sequence[np.ndarray] = ()
-    given: Arrays = field(default_factory=dict)
+    images: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Chain:
     Args:
         start: `past_length` and the states before the first call, `past_<state>.<layer>`.
         calls: In order.
-        follow: Choices to make whatever the scores are. By ~layer: experts of each token, [B, N, k], -1 for the best by score. By layer,
-            for hybrid attention: offsets of each chunk, int [B, HS, chunks, k], -1 for the best by score; or another runtime's selected
-            keys, [B, HS, N, D], of which the nearest tokens are selected, zeros for the best by score.
+        choices: Choices that replace the best by score. By ~layer: experts of each token, [B, N, k]. By layer, for hybrid attention:
+            offsets in each chunk, int [B, HS, chunks, k]; or another runtime's selected keys, [B, HS, N, D], for which the nearest
+            tokens are selected. -1, or a key of zeros: the best by score.
     """
 
     start: Arrays
     calls: Sequence[ChainCall]
-    follow: dict[int, np.ndarray] = field(default_factory=dict)
+    choices: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
         """The single call of `feed`."""
-        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=image_inputs(feed))])
+        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, images=image_inputs(feed))])
 
 
 def empty_feed(table: StateTable, batch: int, capacity: int) -> Arrays:
@@ -78,5 +78,5 @@ def empty_feed(table: StateTable, batch: int, capacity: int) -> Arrays:
 
 
 def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Zeros that need no memory (one broadcast number); `numpy.zeros` may reuse touched memory."""
+    """Zeros without memory (one broadcast number); `numpy.zeros` may reuse touched memory."""
     return np.broadcast_to(np.zeros((), dtype), tuple(shape))

@@ -13,8 +13,8 @@ from still_export.package.calls import Arrays
 def has_narrow_caches(manifest: Mapping[str, Any]) -> bool:
     """Whether keys and values have fewer bits than the activations (codes, or half precision in float32). Such packages use the bounds of
     half precision."""
-    kept = {state["dtype"] for state in manifest["states"]}
-    return "int32" in kept or ("float16" in kept and manifest["model"]["dtype"] == "float32")
+    types = {state["dtype"] for state in manifest["states"]}
+    return "int32" in types or ("float16" in types and manifest["model"]["dtype"] == "float32")
 
 
 def scale_name(output: str) -> str:
@@ -29,7 +29,7 @@ def in_codes(outputs: Arrays) -> list[str]:
 
 
 def as_numbers(outputs: Arrays) -> Arrays:
-    """`outputs` with every row in 8 bits, words [.., D / 4], as the numbers [.., D] that it stands for (`still_graphs.spec.CACHE`)."""
+    """`outputs` with 8-bit rows, words [.., D / 4], decoded to numbers [.., D] (`still_graphs.spec.CACHE`)."""
     numbers = {
         name: np.ascontiguousarray(outputs[name]).view(np.int8) * outputs[scale_name(name)][..., None]
         for name in in_codes(outputs)

@@ -76,7 +76,7 @@ def _cut(graph: onnx.ModelProto, output: str) -> bytes | None:
     import onnx
 
     made: dict[str, Any] = {name: node for node in graph.graph.node for name in node.output}
-    kept: dict[str, None] = {}
+    produced: dict[str, None] = {}
     needed, pending = set[str](), [output]
     while pending:
         name = pending.pop()
@@ -84,14 +84,14 @@ def _cut(graph: onnx.ModelProto, output: str) -> bytes | None:
             continue
         needed.add(name)
         if name in made:
-            kept[made[name].output[0]] = None
+            produced[made[name].output[0]] = None
             pending += made[name].input
     inputs = [value for value in graph.graph.input if value.name in needed]
     if [value.name for value in inputs] != [IDS]:
         return None
     part = onnx.ModelProto()
     part.CopyFrom(graph)
-    nodes = [node for node in graph.graph.node if node.output and node.output[0] in kept]
+    nodes = [node for node in graph.graph.node if node.output and node.output[0] in produced]
     weights = [tensor for tensor in graph.graph.initializer if tensor.name in needed]
     for field in ("node", "initializer", "input", "output", "value_info"):
         part.graph.ClearField(field)

@@ -63,15 +63,15 @@ class Reference:
         self.model.to(torch.float64 if exact else self.dtype)
         with torch.no_grad():
             result = self.model(torch.from_numpy(sequences), use_cache=True)
-        kept = {}
+        caches = {}
         for index, layer in enumerate(getattr(getattr(result, CACHE), "layers", ())):
             for kind in ("key", "value"):
                 tensor = getattr(layer, f"{kind}s", None)
                 if isinstance(tensor, torch.Tensor) and tensor.dim() == 4:  # [B, heads, T, D]
-                    kept[f"{index}.{kind}"] = tensor.double().numpy()
+                    caches[f"{index}.{kind}"] = tensor.double().numpy()
         logits: np.ndarray = result.logits.double().numpy()
         self.model.to(torch.float32)
-        return logits, kept
+        return logits, caches
 
 
 @dataclass
@@ -140,7 +140,7 @@ class ForeignProof:
     @cached_property
     def bounds(self) -> dict[str, float]:
         """Allowed error by output, from the errors of the model in its own type against float64."""
-        exact, kept = self.reference.run(self.sequences, exact=True)
+        exact, caches = self.reference.run(self.sequences, exact=True)
         rounded, others = self.reference.run(self.sequences, exact=False)
 
         def bound(a: np.ndarray, b: np.ndarray) -> float:
@@ -149,7 +149,7 @@ class ForeignProof:
         logits = bound(exact, rounded)
         if self.report.rounds:
             logits = max(logits, FLIPS * float(self.exact[0].std()))
-        return {"logits": logits, **{name: bound(x, others[name]) for name, x in kept.items()}}
+        return {"logits": logits, **{name: bound(x, others[name]) for name, x in caches.items()}}
 
     def run(self) -> ForeignReport:
         """Every comparison that the package's inputs allow."""
@@ -174,7 +174,7 @@ class ForeignProof:
     def _compare(self, name: str, batch: int, pieces: list[int]) -> None:
         """Compare the first `batch` sequences, read in calls of `pieces` tokens."""
         ends = list(accumulate(pieces))
-        exact, kept = self.exact
+        exact, caches = self.exact
 
         def read() -> Iterator[tuple[str, float]]:
             self.package.start(batch)
@@ -182,15 +182,14 @@ class ForeignProof:
                 found = self.package.feed(self.sequences[:batch, begin:end])
                 yield "logits", _off(found, exact[:batch, end - found.shape[1] : end])
             for state, key in self._named():
-                held = self.package.held[state.name]
-                if key in kept and held.shape[2] == ends[-1]:
-                    yield key, _off(held, kept[key][:batch, :, : ends[-1]])
+                cache = self.package.arrays[state.name]
+                if key in caches and cache.shape[2] == ends[-1]:
+                    yield key, _off(cache, caches[key][:batch, :, : ends[-1]])
 
         self.report.checks.append(self._result(name, read))
 
     def _padding(self, most: int, steps: int) -> None:
-        """Compare a shorter and a longer sequence in one call, padded on either side, and steps after it. One of the two sides must
-        match."""
+        """Compare a shorter and a longer sequence in one call, and steps after it, padded left or right: one side must match."""
         if not self.package.takes(MASK):
             self.report.unseen.append(f"padding: there is no {MASK}")
             return
@@ -257,7 +256,7 @@ class ForeignProof:
 
 
 def _report(package: ForeignModel) -> ForeignReport:
-    """An empty report, with what nodes say of rounding."""
+    """An empty report with the roundings that the graph's nodes show."""
     import onnx
 
     files = {package.first.path, package.next.path}
@@ -275,9 +274,9 @@ def _read(kind: Any, model: str, **how: Any) -> Any:
         raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
 
 
-def _off(found: np.ndarray, wanted: np.ndarray) -> float:
+def _off(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference; infinity if a number is not finite."""
-    if found.shape != wanted.shape:
+    if found.shape != expected.shape:
         return float("inf")
-    error = np.abs(found.astype(np.float64) - wanted)
+    error = np.abs(found.astype(np.float64) - expected)
     return float(error.max()) if np.isfinite(error).all() else float("inf")

@@ -21,11 +21,11 @@ BOUND = 1e-3
 
 
 def genai_checks(package: Package, steps: int) -> list[Check]:
-    """A prompt at once, in pieces, and two of different lengths as a batch, each with greedy steps: genai's logits and tokens are those
-    of this project's runner. And what genai cannot do, it refuses.
+    """Compare genai's logits and tokens with this project's runner: a prompt at once, in pieces, and two of different lengths as a batch,
+    each with greedy steps. Also check that genai refuses calls that it does not support.
 
     Args:
-        steps: Tokens that follow each prompt; fewer where the capacity ends.
+        steps: Greedy steps after each prompt; fewer at the capacity's end.
 
     Raises:
         RunError: The package names native code that may not be loaded, or genai cannot load it.
@@ -60,7 +60,7 @@ def genai_checks(package: Package, steps: int) -> list[Check]:
 
 
 def check_library(package: Package) -> None:
-    """Raise RunError if genai would load native code that is not trusted: genai does not ask."""
+    """Raise RunError if genai would load untrusted native code, because genai does not check."""
     name = _config(package)["model"]["decoder"].get("session_options", {}).get("custom_ops_library")
     if name and native_file(package.path, package.manifest, name) is None:
         raise RunError(

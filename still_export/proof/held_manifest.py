@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DECIDED = ("dtype", "linearized", "all_logits")
 """Fields of `model` that the export decides."""
-HELD, PORTABLE = ("layer", "op", "growth"), ("shape", "in_place")
+FIXED, PORTABLE = ("layer", "op", "growth"), ("shape", "in_place")
 """Fields of a state that no target changes, and fields that engines change."""
 
 
@@ -26,7 +26,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> N
     """Compare the manifest with the model `source`, and with the export's own `config`.
 
     Args:
-        dtype: The type that this `config` asks for, of the user's files where it is "auto".
+        dtype: The type in this `config`; for "auto" the type of the user's files.
 
     Raises:
         PackageError: A field is another model's.
@@ -59,7 +59,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> N
     pairs += [
         (f"{name} of the state {state['name']}", states.get(state["name"], {}).get(name), state[name])
         for state in right["states"]
-        for name in (*HELD, *PORTABLE * packaged_target(dict(manifest)).portable)
+        for name in (*FIXED, *PORTABLE * packaged_target(dict(manifest)).portable)
     ]
     if packaged_target(dict(manifest)).portable:
         types = {state.name: state.dtype for state in state_table(source.config, getattr(torch, found, torch.float32))}

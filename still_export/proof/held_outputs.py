@@ -1,7 +1,7 @@
 """Check searched codes (gptq) by the outputs of their linear layers, next to those of plain rounding, on the model's own activations.
 
-Codes that are moved on purpose may lie further from the weights than rounding to nearest, block by block at most so far. What
-they are moved for is the layer's output: there they lose no more than twice what plain rounding loses.
+Searched codes may lie further from the weights than rounding to nearest, within a limit for each block. They are chosen for the layer's
+output: there they lose at most twice as much as plain rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
     """Compare the outputs of every linear layer with searched codes to those with plainly rounded ones.
 
     Args:
-        words: Tokens of text; where there are none, random ones are asked.
+        words: Tokens of text; empty: random ones.
     """
     searched = searched_weights(folder / MODEL, manifest, source.weights)
     if not searched:
@@ -58,12 +58,12 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
     feed = layers.empty_feed(1, len(text)) | {"input_ids": text[None], "new_tokens": np.array([len(text)])}
     layers.run([Chain.of(feed, nothing)])
     wrong = sorted((name for name in lost if not lost[name] <= TWICE), key=lambda name: -lost[name])
-    said = [f"{name} loses {lost[name]:.3g} times what plain rounding loses of its outputs" for name in wrong]
-    what = "".join(said[:1]) + (f"; {len(said)} do" if len(said) > 1 else "")
+    findings = [f"{name} loses {lost[name]:.3g} times what plain rounding loses of its outputs" for name in wrong]
+    what = "".join(findings[:1]) + (f"; {len(findings)} do" if len(findings) > 1 else "")
     name = f"outputs of {len(lost)} layers with searched codes lose at most {TWICE:g} times what plain rounding loses"
     worst = max(lost.values(), default=0.0)
     verdict = Verdict.of(
-        [Check(name, not wrong, what, "".join(wrong[:1]), worst, TWICE, tuple(said[1 : 1 + SHOWN]))] if lost else []
+        [Check(name, not wrong, what, "".join(wrong[:1]), worst, TWICE, tuple(findings[1 : 1 + SHOWN]))] if lost else []
     )
     if left := [name for name in searched if name not in lost]:
         verdict.not_asked.append(
@@ -72,12 +72,12 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
     return verdict
 
 
-def _lost(held: Stored, weight: Any, inputs: Tensor) -> float:
+def _lost(stored: Stored, weight: Any, inputs: Tensor) -> float:
     """Error of the codes divided by plain rounding's, root mean square over the outputs of `inputs` [T, K]."""
     found, least = 0.0, torch.finfo(torch.float32).tiny
     for rows, right in slabs(weight):
-        assert held.step is not None
-        plain = plainly_rounded(right, held.step(rows).shape[-1], held.bits)
-        found += float((inputs @ (held.rows(rows) - right).T).square().sum())
+        assert stored.step is not None
+        plain = plainly_rounded(right, stored.step(rows).shape[-1], stored.bits)
+        found += float((inputs @ (stored.rows(rows) - right).T).square().sum())
         least += float((inputs @ (plain - right).T).square().sum())
     return float(np.sqrt(found / least)) if np.isfinite(found) else np.inf

@@ -1,8 +1,8 @@
 """Compare the settings of a graph's nodes with what PyTorch calls when it computes the user's model.
 
-Attributes of this project's ops, one by one and in order. Of standard ops the functions that bend (Sigmoid, Gelu), of which a graph has
-no more than PyTorch calls; and the single numbers that it computes with, each of which PyTorch has. Rounding hides the one, a prompt within
-the capacity the other.
+Three comparisons: attributes of this project's ops, one by one and in order; nonlinear standard functions (Sigmoid, Gelu), of which a graph
+has at most as many as PyTorch calls; and scalar constants, each of which PyTorch uses, too. Comparing outputs would miss some: rounding
+hides small differences, and prompts within the capacity do not reach all settings.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) ->
     calls = {name: model for name in manifest["files"] if name.endswith(".onnx") and name not in (VISION, HEAD)}
     if head is not None:
         calls[HEAD] = head
-        calls |= {name: model + head for name in calls if name not in (MODEL, HEAD)}  # the portable graph holds both
+        calls |= {name: model + head for name in calls if name not in (MODEL, HEAD)}  # the portable graph contains both
     portable = packaged_target(dict(manifest)).portable
     settings, functions, numbers = _Findings(), _Findings(), _Findings()
     not_asked: list[str] = []
@@ -172,7 +172,7 @@ def _functions(nodes: Sequence[NodeProto], right: TorchCalls) -> Iterator[tuple[
         most = sum(right.functions[name] for name in BENDING[op])
         more = f"is in {count} nodes, and PyTorch calls {' and '.join(BENDING[op])} {most} times"
         yield op, more * (count > most)
-    said = Counter(
+    words = Counter(
         (
             node.op_type,
             next((a.s.decode() for a in node.attribute if a.name == WORDS[node.op_type][0]), WORDS[node.op_type][1]),
@@ -180,7 +180,7 @@ def _functions(nodes: Sequence[NodeProto], right: TorchCalls) -> Iterator[tuple[
         for node in nodes
         if node.op_type in WORDS
     )
-    for (op, word), count in said.items():
+    for (op, word), count in words.items():
         most = sum(right.words[name, word] for name in BENDING[op])
         more = f"is {word!r} in {count} nodes, and PyTorch calls it so {most} times"
         yield f"{WORDS[op][0]} of {op}", more * (count > most)
@@ -190,18 +190,18 @@ def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -
     """Compare every scalar that is not an integer: operands, and attributes of standard ops."""
     from onnx import numpy_helper
 
-    held: dict[str, TensorProto] = {t.name: t for t in graph.initializer if not _is_weight(t.name, right.tensors)}
+    constants: dict[str, TensorProto] = {t.name: t for t in graph.initializer if not _is_weight(t.name, right.tensors)}
     for node in nodes:
         if node.op_type == "Constant":
-            held |= {name: a.t for name in node.output for a in node.attribute if a.name == "value"}
+            constants |= {name: a.t for name in node.output for a in node.attribute if a.name == "value"}
     found: Counter[tuple[float, int]] = Counter()
     places: dict[tuple[float, int], str] = {}
-    ours = {(spec.name, spec.domain) for spec in OPS.values()}
+    own_ops = {(spec.name, spec.domain) for spec in OPS.values()}
     for node in nodes:
-        read = [(held[name], f"input {index}") for index, name in enumerate(node.input) if name in held]
+        read = [(constants[name], f"input {index}") for index, name in enumerate(node.input) if name in constants]
         single = [(t, i) for t, i in read if t.data_type in FLOATS and np.prod(t.dims) == 1 and not t.external_data]
         values = [(float(numpy_helper.to_array(t).astype(np.float64).item()), t.data_type, i) for t, i in single]
-        if (node.op_type, node.domain) not in ours:
+        if (node.op_type, node.domain) not in own_ops:
             values += [(a.f, 1, a.name) for a in node.attribute if a.type == a.FLOAT]
         for value, kind, where in values:
             found[value, kind] += 1

@@ -1,8 +1,8 @@
-"""Weights of a package compared with the model's, every one, before anything runs.
+"""Compare every weight of a package with the model's, before anything runs.
 
-A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
-half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. A method that moves weights
-on purpose (gptq) loses at most so many times what plain rounding loses, block by block and row by row.
+A float weight equals the source's in the package's type, bit by bit. Codes of a method that rounds to nearest decode to numbers within half
+a step of the source's. Codes copied from the source decode to the same numbers. A method that searches codes (gptq) loses at most LOST
+times as much as plain rounding, block by block and row by row.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_weights(
     """Compare every weight of every graph of a package with the model's.
 
     Args:
-        say: Called with the step, how many weights are done, and how many there are.
+        say: Called with (step, number of weights done, number of weights).
 
     Returns:
         One check, with the worst number of the worst weight; and the weights that are no part of a graph under their own names.
@@ -111,17 +111,17 @@ def check_weights(
     head = source.ahead() if HEAD in manifest["files"] and source.ahead is not None else None
     for graph in graphs:
         weights = {} if graph == HEAD else {weight_name(name, False): each for name, each in source.weights.items()}
-        if head is not None and graph != MODEL:  # the portable graph holds both
+        if head is not None and graph != MODEL:  # the portable graph contains both
             weights |= {weight_name(name, True): each for name, each in head.weights.items()}
         stored = stored_weights(folder / graph, manifest, weights)
         if graph == MODEL:
             missing = dict.fromkeys(name for name in weights if name not in stored)
-        for number, (name, held) in enumerate(stored.items()):
+        for number, (name, entry) in enumerate(stored.items()):
             say("comparing weights with the model's", number, len(stored))
-            if held.place is not None and (name, held.place) in seen:
+            if entry.place is not None and (name, entry.place) in seen:
                 continue
-            seen[name, held.place] = None
-            if (found := judge.compare(graph, name, held, weights[name])) is not None:
+            seen[name, entry.place] = None
+            if (found := judge.compare(graph, name, entry, weights[name])) is not None:
                 findings.append(found)
     findings.sort(key=lambda each: each.count, reverse=True)
     verdict.checks.append(Check.of(NAME, [(each.name, str(each)) for each in findings]))
@@ -163,12 +163,12 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) ->
 
 
 def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
-    """Those of `stored_weights` whose method moves them (gptq)."""
+    """Those of `stored_weights` whose method searches codes (gptq)."""
     judge = _Judge(manifest)
     if judge.method == DEFAULT_METHOD:
         return {}
     stored = stored_weights(path, manifest, weights)
-    return {name: held for name, held in stored.items() if judge.searched(name, held, weights[name])}
+    return {name: entry for name, entry in stored.items() if judge.searched(name, entry, weights[name])}
 
 
 def _graph(path: Path) -> ir.Graph:
@@ -199,17 +199,17 @@ def _multiplies(value: ir.Value) -> bool:
 
 def _float(tensor: ir.TensorProtocol, shape: tuple[int, ...], start: int, turned: bool) -> Stored:
     """A float weight of `shape`; `turned`: stored as [in, out], possibly concatenated with others."""
-    held = tuple(np.asarray(tensor.shape, np.int64).tolist())
+    stored_shape = tuple(np.asarray(tensor.shape, np.int64).tolist())
     size = shape[0] if shape else 1
-    turned = len(shape) == len(held) == 2 and held[0] == shape[1] and (turned or held != shape)
+    turned = len(shape) == len(stored_shape) == 2 and stored_shape[0] == shape[1] and (turned or stored_shape != shape)
 
-    def rows(asked: slice) -> Tensor:
+    def rows(span: slice) -> Tensor:
         values = np.asarray(tensor.numpy())
         if turned:
             values = values.T
         elif values.shape != shape:
             values = values.reshape(-1)[: math.prod(shape)].reshape(shape)  # filled up, or an axis of 1 more
-        first, last, _ = asked.indices(size)
+        first, last, _ = span.indices(size)
         part = np.array(values[start + first : start + last] if shape else values)
         return torch.from_numpy(part) if part.dtype.kind == "f" else _bfloat16(part)
 
@@ -238,7 +238,7 @@ def _coded(
     }
     place = _place(next(iter(kinds.values()), parts[full]), start, name)
     if full.endswith(".half"):
-        return Stored(lambda asked: rows(asked).half(), "float", place=place)
+        return Stored(lambda span: rows(span).half(), "float", place=place)
     if any(f"{names}.{part}" in parts for part in K_QUANT.values()):
         return Stored(rows, "k_quant", unit=2.0**-11, place=place)
     if not kinds:
@@ -250,11 +250,11 @@ def _coded(
     count = math.prod(weight.shape[1:-1], start=outputs)
     bits = codes.nbytes * 8 // (count * inputs)
 
-    def step(asked: slice) -> np.ndarray:
+    def step(span: slice) -> np.ndarray:
         values = np.abs(np.asarray(scales.numpy()).astype(np.float32))
         if part in (CODES, FLOAT8_CODES):
             values = values.reshape(-1, outputs).T
-        first, last, _ = asked.indices(sizes[name])
+        first, last, _ = span.indices(sizes[name])
         return values[start + first : start + last]
 
     unit, least = (2.0**-10, 2.0**-25) if np.asarray(scales.numpy()).dtype == np.float16 else (2.0**-20, 0.0)
@@ -270,19 +270,19 @@ class _Judge:
         self.again = (manifest.get("source_codes") or {}).get("rounded", {})
         self.half = manifest["model"]["dtype"] != "float32"
 
-    def searched(self, name: str, held: Stored, weight: Weight) -> bool:
-        """Whether its method moves weights (gptq)."""
+    def searched(self, name: str, stored: Stored, weight: Weight) -> bool:
+        """Whether its method searches codes (gptq)."""
         exact = is_coded(weight) and name not in self.again
-        return held.kind == "codes" and 0 < held.bits < 8 and self.method != DEFAULT_METHOD and not exact
+        return stored.kind == "codes" and 0 < stored.bits < 8 and self.method != DEFAULT_METHOD and not exact
 
-    def compare(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
+    def compare(self, graph: str, name: str, stored: Stored, weight: Weight) -> Finding | None:
         """The worst number of a weight; None: it equals the model's."""
-        if self.searched(name, held, weight):
-            return self._lost(graph, name, held, weight)
+        if self.searched(name, stored, weight):
+            return self._lost(graph, name, stored, weight)
         worst, place, count = (0.0, 0.0, 0.0, 0.0), (), 0
         for rows, right in slabs(weight):
-            found = held.rows(rows)
-            allowed = self._allowed(name, held, weight, right, found, rows)
+            found = stored.rows(rows)
+            allowed = self._allowed(name, stored, weight, right, found, rows)
             if isinstance(allowed, float):
                 right = right.to(found.dtype)
                 same = (found == right) | (found.isnan() & right.isnan())
@@ -304,40 +304,40 @@ class _Judge:
         return Finding(graph, name, place, *worst[1:], count) if count else None
 
     def _allowed(
-        self, name: str, held: Stored, weight: Weight, right: Tensor, found: Tensor, rows: slice
+        self, name: str, stored: Stored, weight: Weight, right: Tensor, found: Tensor, rows: slice
     ) -> float | Tensor:
         """Allowed difference of each number; 0.0: equal to the last bit."""
         pairs = isinstance(weight, Deferred) and weight.adapted is not None
         largest = right.abs().amax(-1, keepdim=True)
-        if held.kind == "float":
+        if stored.kind == "float":
             return 0.0 if not pairs else largest * _unit(found.dtype)  # sums of an adapter have another order
         coarse = 2.0**-9 if self.half else 2.0**-18
-        if held.kind == "k_quant" or held.step is None or (is_coded(weight) and name not in self.again):
-            return largest * max(coarse, held.unit if held.step is None and held.kind != "k_quant" else 0.0)
-        step = torch.from_numpy(held.step(rows))
+        if stored.kind == "k_quant" or stored.step is None or (is_coded(weight) and name not in self.again):
+            return largest * max(coarse, stored.unit if stored.step is None and stored.kind != "k_quant" else 0.0)
+        step = torch.from_numpy(stored.step(rows))
         wide = step.repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
-        if held.kind == "e4m3":
+        if stored.kind == "e4m3":
             return right.abs() * 2.0**-4 * 1.01 + wide * 2.0**-10
         size = right.abs().unflatten(-1, (step.shape[-1], -1)).amax(-1).reshape(step.shape)
-        most = COARSER * 2 * size / (2**held.bits - 2) + 2.0**-23
-        off = torch.where(found.abs() >= wide * (2 ** (held.bits - 1) - 1.5), LAST_CODE, HALF_STEP)
-        if held.bits < 8:
+        most = COARSER * 2 * size / (2**stored.bits - 2) + 2.0**-23
+        off = torch.where(found.abs() >= wide * (2 ** (stored.bits - 1) - 1.5), LAST_CODE, HALF_STEP)
+        if stored.bits < 8:
             off = torch.full_like(off, HALF_STEP)
-        allowed = wide * off * (1 + 2.0**-10) + found.abs() * held.unit + largest * (coarse if pairs else 2.0**-20)
-        allowed = allowed + held.least * (1 + off + found.abs() / wide.clamp_min(torch.finfo(torch.float32).tiny))
+        allowed = wide * off * (1 + 2.0**-10) + found.abs() * stored.unit + largest * (coarse if pairs else 2.0**-20)
+        allowed = allowed + stored.least * (1 + off + found.abs() / wide.clamp_min(torch.finfo(torch.float32).tiny))
         coarser = (step > most).repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
         return allowed.masked_fill(coarser, -1.0)
 
-    def _lost(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
+    def _lost(self, graph: str, name: str, stored: Stored, weight: Weight) -> Finding | None:
         """For a method that searches codes: their loss next to plain rounding's, by block of inputs and by row."""
         columns: Tensor | float = 0.0
         plain: Tensor | float = 0.0
         worst = 0.0
         for rows, right in slabs(weight):
-            assert held.step is not None
-            blocks = held.step(rows).shape[-1]
-            lost = (held.rows(rows) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
-            least = (plainly_rounded(right, blocks, held.bits) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
+            assert stored.step is not None
+            blocks = stored.step(rows).shape[-1]
+            lost = (stored.rows(rows) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
+            least = (plainly_rounded(right, blocks, stored.bits) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
             columns, plain = columns + lost.flatten(0, -2).sum(0), plain + least.flatten(0, -2).sum(0)
             worst = max(worst, _ratio(lost.sum(-1), least.sum(-1)))
         assert isinstance(columns, Tensor) and isinstance(plain, Tensor)

@@ -49,12 +49,12 @@ class Worst:
 
 
 class Bounds:
-    """Rounding errors of PyTorch's own run of the same calls, and the bounds that follow from them.
+    """Bounds from the rounding errors of PyTorch's own run of the same calls.
 
     Args:
-        cases: All that the package is asked.
-        coarse: Times PyTorch's own errors that the runtime's are by its kind.
-        sharp: Layers read the runtime's own input, and PyTorch follows its choices: no error but one layer's rounding.
+        cases: All cases of the package.
+        coarse: Expected errors of this kind of runtime, in multiples of PyTorch's own.
+        sharp: Layers read the runtime's own input, and PyTorch uses its choices, so that errors are one layer's rounding.
         fixed: Outputs that are states of fixed size.
     """
 
@@ -144,7 +144,7 @@ class Bounds:
         return max(times * self.coarse * case.own_mean[output], self._sums(output))
 
     def _draws(self, output: str, errors: np.ndarray) -> int:
-        """Number of independent rounding draws in `errors` [B, ..]: rows; for a state of fixed size heads, whose rows err together."""
+        """Number of independent draws in `errors` [B, ..]: rows, or heads of a state of fixed size, whose rows err together."""
         if output not in self.fixed:
             return int((~np.isnan(errors)).sum())
         return int((~np.isnan(errors)).reshape(*errors.shape[: min(2, errors.ndim - 1)], -1).any(-1).sum())
@@ -160,18 +160,14 @@ class Bounds:
         return [*flags, "--infinities-compare-equal"]
 
     def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
-        """PyTorch's row errors [2, ...], raised to what chance allows.
-
-        Along a row, PyTorch's error may be small by chance: features that it normalizes in float32 sum to a constant. So the second error
-        is at least what the largest error makes of it for random errors; by layer for logits too, whose errors come from one hidden state.
-        """
+        """PyTorch's row errors [2, ...]; the second is raised to its expected size for random errors of the first's size, because it may be
+        small by chance (features that PyTorch normalizes in float32 sum to a constant)."""
         if not self.half or (output == LOGITS and not self.sharp):
             return errors
         return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
 
     def _usual(self, output: str, case: Case) -> np.ndarray:
-        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger. In half
-        precision see `tail`."""
+        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger."""
         if output == LOGITS or output in self.tail:
             return self.usual[output]
         own = [call[output].reshape(2, -1) for call in case.own if output in call]
@@ -211,11 +207,9 @@ def _part_medians(rows: np.ndarray) -> np.ndarray:
 
 
 def _above(count: np.ndarray) -> np.ndarray:
-    """Quantile that the median of `count` draws exceeds with probability CHANCE at most.
-
-    If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
-    Asymptotic Efficiency", 1952).
-    """
+    """Quantile that the median of `count` draws exceeds with probability CHANCE at most."""
+    # If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
+    # Asymptotic Efficiency", 1952).
     return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
 
 

@@ -23,17 +23,17 @@ NO_SUMS: Mapping[str, float] = {}
 
 @dataclass
 class Judged:
-    """What is left of a case and of a target's outputs when both are forgotten.
+    """The comparison of a case with a target's outputs, after both are dropped.
 
     Args:
-        errors: Of each of `Case.pairs`, `row_errors` of every output.
-        units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
-        least: Of each, what rows may err at least, by layer, as `errors`.
-        sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
-        feature_rounding: By output, what the rounding of features makes of all its numbers' errors, in sum.
-        same: Where both find the same token the likeliest, over all calls.
-        found: What is absolutely wrong of the target's outputs.
-        open_rows: Rows behind near ties that the reference did not follow, which are not compared.
+        errors: For each of `Case.pairs`, `row_errors` of every output.
+        units: For each, allowed errors of rows of sums by the rounding of features, shaped as `errors`.
+        least: For each, least allowed errors of rows by layer, shaped as `errors`.
+        sums: By output: (sum of all errors, their number; products of both sides, of PyTorch's with itself, of the target's with itself).
+        feature_rounding: By output, the summed error of all its numbers by the rounding of features.
+        same: Where both have the same likeliest token, over all calls.
+        found: Faults of the target's outputs that need no bound.
+        open_rows: Rows after near ties at which the reference chose otherwise; they are not compared.
     """
 
     case: Case
@@ -62,13 +62,14 @@ class Judged:
         """Compare `pairs`.
 
         Args:
-            by_token: The axes of outputs that have a row for each token of a sequence.
-            summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
-            times: Times what PyTorch's own rows err in parts of themselves a row of these may err at least.
-            written: By output, in parts of itself, what roundings that a whole row shares may make of it.
-            averaged: Of outputs whose terms are rounded products of features what a term may err at most, in parts of itself: half of that
-                in the mean.
-            turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
+            by_token: Axis of outputs that have a row for each token of a sequence.
+            summed: For outputs that are sums over tokens, the additional relative error of a row.
+            times: Least allowed relative error of a row of these, in multiples of that of PyTorch's own rows.
+            written: By output, the relative error by roundings that a whole row shares.
+            averaged: For outputs whose terms are rounded products of features, the largest relative error of a term; half of it in the
+                mean.
+            turned: For each pair by layer, the sequences [B] in which the target chose otherwise at a near tie; later outputs are not
+                compared.
         """
         errors: list[Arrays] = []
         units: list[Arrays] = []
@@ -188,7 +189,7 @@ class Report:
     Args:
         first_diverging_layer: The lowest one with a failed state.
         command: Polygraphy's.
-        not_asked: What the proof leaves open, one line each; printed beside PASSED.
+        not_asked: What the proof leaves open, one line each; printed with the verdict.
     """
 
     outputs: list[OutputReport]
@@ -236,8 +237,7 @@ def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
-    """Set errors after an unexplained choice to NaN: in that layer and later ones and in logits, from that call on. Returns the number of
-    rows."""
+    """Set errors after an unexplained choice (its layer, later ones and logits, from its call on) to NaN; returns the number of rows."""
     count, lowest = 0, np.zeros(0)
     for call, layers in zip(errors, turned, strict=False):
         for layer, sequences in layers.items():

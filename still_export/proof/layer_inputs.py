@@ -47,7 +47,7 @@ def layer_inputs(path: Path, layers: int) -> list[str]:
         if number == layers or not (last or any(name.startswith(begin) for name in names)):
             continue
         outputs = [each.name for each in OPS[node.op_type].outputs] if node.op_type in OPS else CONTRIB
-        sums = [name for name, said in zip(node.output, outputs, strict=False) if said == "sum" and name]
+        sums = [name for name, output in zip(node.output, outputs, strict=False) if output == "sum" and name]
         value = [*sums, *read][0]
         found.append(casts.get(value, value))  # a norm may cast its input
     return found if len(found) >= layers - 1 and len(set(found)) == len(found) else []

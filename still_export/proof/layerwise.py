@@ -38,13 +38,13 @@ NEARER = 1e-3
 
 
 class LayerwiseModel:
-    """A STILL model that reads its weights from their source, a layer at a time, and forgets them.
+    """A STILL model that loads the weights of one layer at a time.
 
     Args:
-        source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
-            few processors have half arithmetic, and without it these layers take most of the time.
-        prepare: Changes the model before it runs, whose weights are not read yet.
-        dtype: What it computes in, None: as the source has it.
+        source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round their outputs, because
+            half arithmetic is slow on most processors.
+        prepare: Changes the model before its weights are read.
+        dtype: Type of the computation; None: the source's types.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LayerwiseModel:
     ) -> None:
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
-        self.asked, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
+        self.compute_dtype, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
         self.draw = 0
         self.table = state_table(self.config, self.dtype)
         self.all_logits = bool(manifest["model"]["all_logits"])
@@ -131,11 +131,11 @@ class LayerwiseModel:
         return self._widened(narrow_value_of(weight), weight)
 
     def _widened(self, part: Tensor, weight: Weight) -> Tensor:
-        """A part of a weight in the type that is computed in. It is cast on the device, to copy half the bytes."""
-        return part.to(self.device).to(self.asked or weight.dtype)
+        """A part of a weight in the computation's type, cast on the device to copy half the bytes."""
+        return part.to(self.device).to(self.compute_dtype or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
-        return torch.zeros((), dtype=self.asked or weight.dtype, device=self.device).expand(weight.shape)
+        return torch.zeros((), dtype=self.compute_dtype or weight.dtype, device=self.device).expand(weight.shape)
 
     def states_of(self, index: int) -> dict[str, torch.dtype]:
         """Types of a layer's states by name."""
@@ -148,16 +148,16 @@ class LayerwiseModel:
 
 
 class Passage:
-    """Chains on their way through the layers of a model.
+    """Chains that run through a model layer by layer.
 
     Attributes:
-        outputs: See `LayerwiseModel.run`, what is known so far; who reads them may take them away.
+        outputs: See `LayerwiseModel.run`; those so far. The caller may remove what it has read.
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
         self._layers, self._linear = layers, _Linear(layers.draw, layers.device)
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
-        tokens = np.unique(every.clip(0))  # -1, for given embeddings, reads any row
+        tokens = np.unique(every.clip(0))  # -1 stands for an image's embedding and reads any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
         self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
@@ -188,17 +188,17 @@ class Passage:
     @torch.no_grad()
     def answer(self) -> None:
         """Compute the logits of every call from the last layer's output."""
-        asked = []
+        calls = []
         vocabulary = self._layers.source.weights[EMBEDDING].shape[0]
         for chain in self._work:
-            of_chain = [*chain.asked(self._layers.all_logits)]
+            of_chain = [*chain.head_inputs(self._layers.all_logits)]
             rooms = rooms_for([(*hidden.shape[:2], vocabulary) for hidden, _ in of_chain], np.float32)
             for (_, outputs), room in zip(of_chain, rooms, strict=True):
                 outputs["logits"] = room
-            asked += of_chain
+            calls += of_chain
         with self._linear:
             for rows in self._layers.heads(self._model):
-                for hidden, outputs in asked:
+                for hidden, outputs in calls:
                     outputs["logits"][..., rows] = self._model.logits(hidden).float().cpu().numpy()
                 self._linear.forget()
         for chain in self._work:
@@ -208,9 +208,9 @@ class Passage:
 _linear = functional.linear
 
 
-def _with_hidden(given: Any, hidden: Tensor) -> Any:
+def _with_hidden(output: Any, hidden: Tensor) -> Any:
     """A layer's output with other hidden states."""
-    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 class _Reached(Exception):
@@ -231,7 +231,7 @@ class _LayerRun:
         self.unsure: Tensor | None = None
         self.inputs: dict[str, Tensor] = {}
         self.after: Tensor | None = None
-        self.gave: Any = None
+        self.layer_output: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -241,25 +241,27 @@ class _LayerRun:
 
     def _route(self, margins: Tensor) -> Tensor | None:
         """Record router scores [B, T, ., E] and choices; returns the experts, or blocks, [B, T, k] to use."""
-        went = margins[..., -1:, :] > 0
+        chosen = margins[..., -1:, :] > 0
         experts = self.experts
         if experts is not None:
-            count = went.shape[-1]
+            count = chosen.shape[-1]
             places = torch.where((experts < 0) | (experts >= count), count, experts)
-            one_hot = went.new_zeros(*went.shape[:-1], count + 1).scatter_(-1, places[:, :, None], True)[..., :count]
-            went = torch.where((experts < 0).all(-1)[..., None, None], went, one_hot)
-        self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
+            one_hot = chosen.new_zeros(*chosen.shape[:-1], count + 1).scatter_(-1, places[:, :, None], True)[
+                ..., :count
+            ]
+            chosen = torch.where((experts < 0).all(-1)[..., None, None], chosen, one_hot)
+        self.seen[MARGINS] = torch.cat([margins, chosen.to(margins.dtype)], dim=-2)
         return experts
 
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-        """Replace `selected` by the given selection (arguments: see `Watch`), and record the tokens' places."""
+        """Replace `selected` by `tokens_to_select`, if set, and record the tokens' places (arguments: see `Watch`)."""
         if self.tokens_to_select is not None:
             selected, unsure = _selected(self.tokens_to_select, number, keys, selected)
             self.unsure = unsure if self.unsure is None else self.unsure | unsure
         number = number[:, None, :, None]
         found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
-        held = self.seen.get(CHOSEN)
-        self.seen[CHOSEN] = found if held is None else torch.cat([held, found], dim=2)
+        earlier = self.seen.get(CHOSEN)
+        self.seen[CHOSEN] = found if earlier is None else torch.cat([earlier, found], dim=2)
         return selected
 
     def __call__(
@@ -279,15 +281,15 @@ class _LayerRun:
         found: list[Any] = []
         own = layers[self.index].forward
 
-        def compute(given: Tensor, *args: Any, **kwargs: Any) -> Any:
-            at = given if hidden is None else hidden[0] if isinstance(hidden, tuple) else hidden
+        def compute(layer_input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            at = layer_input if hidden is None else hidden[0] if isinstance(hidden, tuple) else hidden
             found.append(own(at, *args, **kwargs))
             if not self.last:
                 raise _Reached
             return found[0] if self.after is None else _with_hidden(found[0], self.after)
 
-        def skip(given: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (given, *hidden[1:]) if isinstance(hidden, tuple) else given
+        def skip(layer_input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (layer_input, *hidden[1:]) if isinstance(hidden, tuple) else layer_input
 
         for layer in layers[: self.index]:
             layer.forward = skip
@@ -300,7 +302,7 @@ class _LayerRun:
         finally:
             for layer in layers[: self.index + 1]:
                 del layer.forward
-        self.gave = found[0]
+        self.layer_output = found[0]
         return result, cache.layers[self.index].states() if self.states else {}
 
 
@@ -326,12 +328,12 @@ class _Chain:
     def through(self, index: int, layer: _LayerRun) -> None:
         start = self.chain.start
         states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
-        experts, tokens = self.chain.follow.get(~index), self.chain.follow.get(index)
+        experts, tokens = self.chain.choices.get(~index), self.chain.choices.get(index)
         layer.tokens_to_select = None if tokens is None else torch.from_numpy(tokens).to(self.device)
         layer.unsure = None
         for i, call in enumerate(self.chain.calls):
             layer.experts = None if experts is None else self._at(experts, i)
-            layer.inputs = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
+            layer.inputs = {name: torch.from_numpy(x).to(self.device) for name, x in call.images.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
             read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
@@ -339,37 +341,37 @@ class _Chain:
                 self.hidden[i] = _with_hidden(self.hidden[i], read[0])
             layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            more = {HIDDEN: self._output(i, layer.gave)} if len(call.inputs) > index else {}
+            more = {HIDDEN: self._output(i, layer.layer_output)} if len(call.inputs) > index else {}
             self._keep(i, states | layer.seen | more, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
 
-    def _tensor_of(self, given: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
+    def _tensor_of(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, self.dtype)
 
     def _output(self, number: int, hidden: Any) -> Tensor:
         """The layer's output for a call, zero at padding."""
-        given = hidden[0] if isinstance(hidden, tuple) else hidden
-        real = torch.arange(given.shape[1], device=given.device) < self.new[number][:, None]
-        return torch.where(real[..., None], given, 0)
+        values = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(values.shape[1], device=values.device) < self.new[number][:, None]
+        return torch.where(real[..., None], values, 0)
 
     @staticmethod
     def _is_finite(hidden: Any, new: Tensor) -> bool:
         """Whether a layer's output is finite outside padding."""
-        given = hidden[0] if isinstance(hidden, tuple) else hidden
-        real = torch.arange(given.shape[1], device=given.device) < new[:, None]
-        return bool(given[real].isfinite().all())
+        values = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(values.shape[1], device=values.device) < new[:, None]
+        return bool(values[real].isfinite().all())
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         if are_zeros(array):  # to save a transfer
             return torch.zeros(array.shape, dtype=dtype, device=self.device)
         return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self.device, dtype)
 
-    def _at(self, follow: np.ndarray, number: int) -> Tensor:
-        """The given choices for the tokens of a call."""
+    def _at(self, choices: np.ndarray, number: int) -> Tensor:
+        """`choices` for the tokens of a call."""
         places = self.lengths[number][:, None] + torch.arange(self.tokens[number].shape[1], device=self.device)
-        chosen = self._tensor(follow)
+        chosen = self._tensor(choices)
         within = (places < chosen.shape[1])[..., None]
         found = chosen.gather(1, places.clamp_max(chosen.shape[1] - 1)[..., None].expand(-1, -1, chosen.shape[2]))
         return torch.where(within, found, -1)
@@ -377,25 +379,24 @@ class _Chain:
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
         """Store the states and margins that the call keeps."""
         keep = self.chain.calls[number].keep
-        kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
-        self.outputs[number].update({name: _compact(x) for name, x in kept.items()})
+        named = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
+        self.outputs[number].update({name: _compact(x) for name, x in named.items()})
 
-    def asked(self, all_logits: bool) -> Iterator[tuple[Tensor, Arrays]]:
-        """For every call, the hidden states whose logits are needed, and its outputs."""
+    def head_inputs(self, all_logits: bool) -> Iterator[tuple[Tensor, Arrays]]:
+        """For every call: (hidden states whose logits are needed, its outputs)."""
         for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
             yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
 
 
 class _Linear:
-    """Linear layers over tokens, padding left out; of half precision on a CPU, or rounded by chance, in float32, their results rounded. A
-    weight is widened once until `forget`.
+    """Replaces linear layers by ones that leave out padding, and in half precision on a CPU or with `draw` compute in float32 and round.
 
     Args:
-        draw: Seed of rounding up or down by chance, as near as the number lies; 0: to nearest.
-        device: Where the layers are.
+        draw: Seed of stochastic rounding; 0: to nearest.
+        device: The layers' device.
 
     Attributes:
-        real: Which tokens [B, T] of the call are no padding; None: all.
+        real: Mask [B, T] of the call's tokens that are not padding; None: all.
     """
 
     def __init__(self, draw: int = 0, device: torch.device | str = "cpu") -> None:
@@ -468,10 +469,8 @@ def _selected(chosen: Tensor, number: Tensor, keys: Tensor, selected: Tensor) ->
 
 
 def _in_order(apart: Tensor) -> Tensor:
-    """Tokens [..., S], ascending, with the smallest sum of distances [..., S, C] to S keys: a shortest path.
-
-    Keys are stored in the order of their tokens, so neighbours identify a key that rounding moved far.
-    """
+    """Ascending tokens [..., S] with the smallest sum of distances [..., S, C] to S keys: a shortest path."""
+    # Keys are stored in the order of their tokens, so neighbours identify a key that rounding moved far.
     sums, before = apart[..., 0, :], []
     for distance in apart.unbind(-2)[1:]:
         least, at = sums.cummin(-1)

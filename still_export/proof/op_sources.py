@@ -20,7 +20,7 @@ from still_graphs.ops import OPS
 
 PACKAGES = ("still_kernels", "still_graphs")
 GENERIC = re.compile(r"still_graphs\.(ops|functions)|still_kernels\.registry|.*\.errors")
-"""Modules whose imports lead to every op, or that hold sentences: no part of any one op."""
+"""Modules that belong to no single op: their imports lead to every op, or they contain only messages."""
 MODULES = {
     "cpu": re.compile(r"(spec|body)\b"),
     "cuda": re.compile(r"(spec|body|fuse\w*|plan|kernels)\b"),
@@ -103,8 +103,8 @@ def _statements(text: str) -> list[str]:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [n for n in body if not (isinstance(n, ast.Import | ast.ImportFrom) or _is_text(n))]
-            setattr(node, "body", kept)  # noqa: B010 - of any kind of node
+            statements = [n for n in body if not (isinstance(n, ast.Import | ast.ImportFrom) or _is_text(n))]
+            setattr(node, "body", statements)  # noqa: B010 - of any kind of node
     return [hashlib.sha256(repr(_filled(node)).encode()).hexdigest() for node in tree.body]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.proof.theirs import Theirs, logits_of, too_large
+from still_export.proof.reading import Reading, logits_of, too_large
 
 ALIKE = ("llama", "qwen2", "qwen3")
 """Architectures whose GGUF tensors equal transformers', except for the order of llama's heads."""
@@ -23,7 +23,7 @@ _PARTS = (
 _WHOLE = ("model.embed_tokens", "model.norm", "lm_head")
 
 
-def read_gguf_tensors(path: Path, overlays: Sequence[Path]) -> Theirs:
+def read_gguf_tensors(path: Path, overlays: Sequence[Path]) -> Reading:
     """Tensors by the gguf package, under transformers' names by its own table; logits by transformers."""
     import gguf
 
@@ -33,7 +33,7 @@ def read_gguf_tensors(path: Path, overlays: Sequence[Path]) -> Theirs:
         what = (
             "an adapter is added to it" if overlays else f"its architecture ({family}) or its parts are read here alone"
         )
-        return Theirs("gguf", {}, why=[f"the GGUF file by another reader: {what}"])
+        return Reading("gguf", {}, why=[f"the GGUF file by another reader: {what}"])
     layers, heads = (int(_value(reader, f"{family}.{name}", 0)) for name in ("block_count", "attention.head_count"))
     groups = int(_value(reader, f"{family}.attention.head_count_kv", heads))
     arch = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
@@ -53,7 +53,7 @@ def read_gguf_tensors(path: Path, overlays: Sequence[Path]) -> Theirs:
             value = value.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
         tensors[f"{names[stem]}.{kind}"] = value
     logits, why = _logits(path, reader, family)
-    return Theirs("the gguf package", tensors, logits, why=why)
+    return Reading("the gguf package", tensors, logits, why=why)
 
 
 def _value(reader: Any, name: str, default: Any) -> Any:

@@ -36,13 +36,13 @@ def check_other_graphs(
     progress: Progress = silent,
     most: int | None = None,
 ) -> Verdict:
-    """Compare with PyTorch what runs of a package where its native kernels are not loaded, on ONNX Runtime's other provider where it has
-    kernels for GPUs, and its portable graph.
+    """Compare with PyTorch what a package runs without its native kernels, on ONNX Runtime's other provider if it has GPU kernels, and its
+    portable graph.
 
     Args:
-        cases: Made anew; whether ONNX Runtime's CUDA provider multiplies blocks of codes (`by_cuda` of the package's proof).
-        progress: Called with phases, of each graph.
-        most: Cases that are asked at most, the first ones; None: all.
+        cases: Creates the cases; its argument: whether ONNX Runtime's CUDA provider multiplies blocks of codes (`by_cuda` of the proof).
+        progress: Called with the phases of each graph.
+        most: Number of first cases to compare; None: all.
     """
     verdict = Verdict()
     providers = [compared.provider]
@@ -88,14 +88,15 @@ class DrawnOnce:
     """PyTorch's answers, computed once for several subjects with the same questions. They use the choices of the first subject.
 
     Args:
-        most: Of its cases the first so many; None: all.
+        most: Number of first cases to use; None: all.
 
     Attributes:
-        again: Answers for an earlier subject are given out.
+        again: The last answers were those for an earlier subject.
     """
 
     def __init__(self, source: CaseSource, most: int | None = None) -> None:
-        self.source, self.count, self.follows = source, min(most or source.count, source.count), source.follows
+        self.source, self.uses_decisions = source, source.uses_decisions
+        self.count = min(most or source.count, source.count)
         self.head = getattr(source, "head", None)
         self.again = False
         self._questions: dict[int, Question] = {}
@@ -118,13 +119,13 @@ class DrawnOnce:
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         return self.source.by_layer(answers)
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         """Like CaseSource; reuses the first subject's answers if the subject may have made the same choices."""
         self.again = bool(self._drawn) and all(
-            decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
+            each.is_like(self._decisions[number], NEAR) for number, each in decisions.items()
         )
         if not self.again:
-            self._drawn, self._decisions = self.source.draw(numbers, follow), follow
+            self._drawn, self._decisions = self.source.draw(numbers, decisions), decisions
         return [replace(case) for case in self._drawn]
 
     def forget(self) -> None:

@@ -17,33 +17,33 @@ from torch import Tensor
 
 from still_export.discovery import recognised
 from still_export.proof.other_gguf import read_gguf_tensors
-from still_export.proof.theirs import Theirs, logits_of, room, too_large
+from still_export.proof.reading import Reading, logits_of, room, too_large
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
 
 
-def read_theirs(path: Path, overlays: Sequence[Path], source: Source) -> Theirs:
+def other_reading(path: Path, overlays: Sequence[Path], source: Source) -> Reading:
     """The model as another program reads it: transformers with PEFT, the gguf package, or safetensors alone."""
     if path.is_file():
         return read_gguf_tensors(path, overlays)
     reason = _not_transformers(path, source)
     adapters = [overlay for overlay in overlays if (overlay / "adapter_config.json").is_file()]
     others = [overlay for overlay in overlays if overlay not in adapters]
-    if not reason and not others and not any(_is_ours(overlay) for overlay in adapters):
+    if not reason and not others and not any(_is_own(overlay) for overlay in adapters):
         return _read_transformers(path, adapters, sum(math.prod(weight.shape) for weight in source.weights.values()))
     if overlays:
         reason = reason or "an overlay has feature maps of this project"
-        return Theirs(
+        return Reading(
             "safetensors", {}, why=[f"the files by another reader: {reason}, and its merge is this project's own"]
         )
     why = [f"logits by another program: {reason}"]
     if (path / "config.json").is_file() and "quantization_config" in (path / "config.json").read_text(encoding="utf-8"):
-        return Theirs("safetensors", {}, why=[*why, "the file's codes by another reader: no library here undoes them"])
-    return Theirs("safetensors", _read_safetensors(path), why=why)
+        return Reading("safetensors", {}, why=[*why, "the file's codes by another reader: no library here undoes them"])
+    return Reading("safetensors", _read_safetensors(path), why=why)
 
 
-def _is_ours(overlay: Path) -> bool:
+def _is_own(overlay: Path) -> bool:
     return "still_config" in (overlay / "adapter_config.json").read_text(encoding="utf-8")
 
 
@@ -57,9 +57,9 @@ def _not_transformers(path: Path, source: Source) -> str:
         kind = kind[0] if isinstance(kind, tuple) else kind
     except Exception as error:  # what it cannot read it refuses in many ways
         return f"transformers has no class for it ({type(error).__name__})"
-    said = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if (ours := recognised(said)) != said.get("model_type"):
-        return f"its config.json says {config.model_type}, and it is a {ours} model"
+    stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if (model_type := recognised(stored)) != stored.get("model_type"):
+        return f"its config.json says {config.model_type}, and it is a {model_type} model"
     if not kind.__module__.startswith("transformers."):
         return f"transformers has no class of its own for {config.model_type}"
     if getattr(config, "quantization_config", None) is not None:
@@ -67,17 +67,19 @@ def _not_transformers(path: Path, source: Source) -> str:
     return ""
 
 
-def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) -> Theirs:
+def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) -> Reading:
     """If the model does not fit into memory, its layers are read from the file at every call."""
     from transformers import AutoModelForCausalLM
 
     by, large = "transformers", too_large(parameters)
     streams: dict[str, Any] = {}
     if large and adapters:
-        return Theirs("PEFT", {}, why=[f"the files by another reader: {large}, and adapters are merged into the whole"])
+        return Reading(
+            "PEFT", {}, why=[f"the files by another reader: {large}, and adapters are merged into the whole"]
+        )
     if large and find_spec("accelerate") is None:
         why = f"logits by another program: {large}; pip install accelerate streams it from the disk"
-        return Theirs("safetensors", _read_safetensors(path), why=[why])
+        return Reading("safetensors", _read_safetensors(path), why=[why])
     if large:
         scratch = tempfile.mkdtemp()  # for what the file has in another form
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
@@ -89,7 +91,7 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
         model, info = loaded
         if lacks := sorted(info["missing_keys"]):
             why = f"logits by another program: transformers finds no {lacks[0]}"
-            return Theirs("safetensors", _read_safetensors(path), why=[why])
+            return Reading("safetensors", _read_safetensors(path), why=[why])
         for adapter in adapters:
             from peft import PeftModel
 
@@ -97,10 +99,10 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except Exception as error:  # of whole libraries
         reason = " ".join(str(error).split())[:200]
-        return Theirs(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
+        return Reading(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
     if large:
-        return Theirs(by, _read_safetensors(path), logits_of(model.eval()), read="safetensors")
-    return Theirs(by, dict(model.state_dict()), logits_of(model.float().eval()), merged=bool(adapters))
+        return Reading(by, _read_safetensors(path), logits_of(model.eval()), read="safetensors")
+    return Reading(by, dict(model.state_dict()), logits_of(model.float().eval()), merged=bool(adapters))
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

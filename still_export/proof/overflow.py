@@ -18,7 +18,7 @@ MOST = 32
 
 
 def overflow_of(options: ExportOptions) -> Overflow | None:
-    """The first layer whose output of a short text is not finite in `options.dtype`, or logits that are one number; None: there is none.
+    """The first layer with a non-finite output on a short text in `options.dtype`, or constant logits; None: no overflow.
 
     Raises:
         StillExportError: The model cannot be read.

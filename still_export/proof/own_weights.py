@@ -33,8 +33,8 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
     """Compare the graphs of a package with each other, and run its programs.
 
     Args:
-        path: Its folder, whose files are compared with their hashes.
-        seed: Of the prompts.
+        path: The package; its files are compared with their hashes.
+        seed: Seed of the prompts.
         reason: Why the model cannot be read.
 
     Raises:
@@ -87,9 +87,9 @@ def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     found = []
     with subject.open() as session:
         for number in range(prompts.count):
-            asked = prompts.begin(number)
-            outputs = session.carry(asked.feeds)
+            question = prompts.begin(number)
+            outputs = session.carry(question.feeds)
             found += [each["logits"].astype(np.float64) for each in outputs]
-            if asked.steps:
-                found.append(session.step(asked.steps)["logits"].astype(np.float64))
+            if question.steps:
+                found.append(session.step(question.steps)["logits"].astype(np.float64))
     return found

@@ -106,7 +106,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     subject = proof.ready(added)
-    held = _weights_held(proof, progress)
+    weights = _compare_weights(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
@@ -115,15 +115,15 @@ def verify(
         report = Verifier(proof.package, cases, subject, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(held).including(_all_that_runs(proof, subject, pairs, progress))
+    report = report.including(weights).including(_all_that_runs(proof, subject, pairs, progress))
     if options.quick:
         report = report.including(Verdict([], QUICK_LEAVES_OUT))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
-        asked = _options(proof.package, options.model, manifest["model"]["dtype"])
+        model_options = _options(proof.package, options.model, manifest["model"]["dtype"])
         with as_package_errors():
-            report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
+            report = report.including(Verdict.of([vision_check(proof.package, model_options, options.seed)]))
     if options.calls is not None or not proof.quantized:
         return VerifyResult(report, subject)
     if options.quick and options.text is None:
@@ -135,7 +135,7 @@ def verify(
     return VerifyResult(report, subject, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
-def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
+def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
     """Compare every weight of the package with the model's, and the model with what other readers find in its files."""
     if proof.options.calls is not None:
         return Verdict(
@@ -153,9 +153,9 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
 
     package = proof.package
     _check_device(proof.options.reference_device)
-    asked = _options(package, proof.options.model, "float32")
+    model_options = _options(package, proof.options.model, "float32")
     with _found(package):
-        source = find_source(asked)
+        source = find_source(model_options)
     check_manifest(package.manifest, source, _requested_type(package, proof.options.model))
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
@@ -163,8 +163,10 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     verdict.add(check_outputs(package.path, package.manifest, source, prompt_words(package.path, package.manifest)))
     verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
-    overlays = [resolve_source(overlay) for overlay in asked.overlays]
-    verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
+    overlays = [resolve_source(overlay) for overlay in model_options.overlays]
+    verdict.add(
+        check_source(source, model_options, resolve_source(model_options.model, model_options.revision), overlays)
+    )
     return verdict
 
 
@@ -172,10 +174,10 @@ def _requested_type(package: Package, model: str | None) -> str:
     """The type that a package's options name; for "auto" the type of the user's files."""
     from still_export.models.read.source import find_source
 
-    asked = _options(package, model, package.manifest["config"]["dtype"])
-    if asked.dtype != "auto":
-        return asked.dtype
-    return str(next(iter(find_source(asked).weights.values())).dtype).removeprefix("torch.")
+    model_options = _options(package, model, package.manifest["config"]["dtype"])
+    if model_options.dtype != "auto":
+        return model_options.dtype
+    return str(next(iter(find_source(model_options).weights.values())).dtype).removeprefix("torch.")
 
 
 def _all_that_runs(
@@ -197,8 +199,8 @@ def _all_that_runs(
     with _found(package):
         from still_export.folders.model import resolve_source
 
-        asked = _options(package, options.model, "float32")
-        verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
+        model_options = _options(package, options.model, "float32")
+        verdict.add(check_files(package, resolve_source(model_options.model, model_options.revision)))
     if pairs or not packaged_target(manifest).portable or manifest.get("speculate") or not proof.runtime.graphs:
         verdict.not_asked.append(
             "function bodies and the portable graph: verify a package --to onnx, without --speculate"
@@ -248,19 +250,19 @@ def record(
     path: Path,
     options: VerifyOptions = VerifyOptions(),
     *,
-    follow: Path | None = None,
+    selections: Path | None = None,
     progress: Progress = silent,
 ) -> int:
-    """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
+    """Write PyTorch's answers to the file `path`, for machines without PyTorch and for all packages lowered from the same one.
 
     Args:
-        follow: A file of `select`: PyTorch answers its prompts, and selects what the runtime did.
+        selections: A file that `select` wrote; PyTorch answers its prompts with its selections.
 
     Returns:
         The number of cases.
 
     Raises:
-        As `verify`, but for the runtime, which is not asked.
+        As `verify`, except errors of the runtime, which is not used.
     """
     from still_export.proof.recorded import record_cases
     from still_export.proof.selections import Selections
@@ -269,15 +271,15 @@ def record(
     proof = _Proof(package, options, record=True)
     if options.text is not None:
         raise ConfigError(TEXT)
-    if follow is None:
+    if selections is None:
         cases = proof.cases({})
         record_cases(cases, proof.package, path, progress)
         return cases.count
     if options.lengths or options.decode_steps is not None or options.seed:
         raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
-    chosen = Selections.read(follow, proof.package)
-    asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
-    cases = _Proof(package, asked, record=True, words=chosen.words).cases({})
+    chosen = Selections.read(selections, proof.package)
+    settings = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
+    cases = _Proof(package, settings, record=True, words=chosen.words).cases({})
     chosen.begin(cases)
     record_cases(cases, proof.package, path, progress, chosen.decisions)
     return cases.count
@@ -290,13 +292,13 @@ def select(
     *,
     progress: Progress = silent,
 ) -> int:
-    """Write to the file `path` what the runtime selects in the prompts of a proof, for `record` to follow where PyTorch is.
+    """Write the runtime's selections for the prompts of a proof to the file `path`, for `record` on a machine with PyTorch.
 
     Returns:
         The number of cases.
 
     Raises:
-        ConfigError: An option does not fit, or the package selects nothing that PyTorch could follow.
+        ConfigError: An option does not fit, or the package makes no selections.
         PackageError: The package is damaged, has no engine yet, or does not run here.
     """
     from still_export.proof.chains import empty_feed
@@ -392,15 +394,15 @@ class _Proof:
                     whole.result()
 
     def _cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        asked, device = self.options, self.options.reference_device or "cpu"
-        if asked.calls is not None:
+        options, device = self.options, self.options.reference_device or "cpu"
+        if options.calls is not None:
             from still_export.proof.recorded import RecordedCases
 
-            return RecordedCases(asked.calls, self.package)
-        lengths, kernels = asked.lengths or None, (self.package.manifest.get("native") or {}).get("archs")
-        by_cuda = asked.provider == "cuda" and not kernels
+            return RecordedCases(options.calls, self.package)
+        lengths, kernels = options.lengths or None, (self.package.manifest.get("native") or {}).get("archs")
+        by_cuda = options.provider == "cuda" and not kernels
         return _torch_cases(
-            self.package, asked.model, lengths, self.steps, asked.seed, pairs, device, self.words, by_cuda
+            self.package, options.model, lengths, self.steps, options.seed, pairs, device, self.words, by_cuda
         )
 
 
@@ -427,8 +429,8 @@ def _torch_cases(
     """Cases answered by PyTorch with the package's weights (and an adapter's `pairs`) in a wider type than the package's.
 
     Args:
-        by_cuda: ONNX Runtime's CUDA provider multiplies: it rounds a scale times a zero point to half precision, so all numbers of a block
-            are off by as much, and values of SmolLM2 2.8 to 4.1 times as far as by rounded weights alone. PyTorch's own run does so, too.
+        by_cuda: PyTorch's own run rounds a scale times a zero point to half precision, as ONNX Runtime's CUDA provider does: all numbers
+            of a block err alike, and values of SmolLM2 2.8 to 4.1 times as much as by rounded weights alone.
     """
     from copy import deepcopy
 
@@ -470,8 +472,8 @@ def _torch_cases(
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:
             model = with_held_head(source, package.path, manifest).read().to(kind)
             if rounds:
-                held = held_names(package.path, HEAD)
-                round_activations(model, held, manifest["quantization"]["block_size"], head=True)
+                names = held_names(package.path, HEAD)
+                round_activations(model, names, manifest["quantization"]["block_size"], head=True)
             return model
 
         cases.head = HeadCases(

@@ -71,15 +71,15 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
         runner = open_runner(package.path, manifest, "ort", provider, check=False)
         runner.start()
         speaks = Text(runner) if text else None
-        told = speaks.encode(prompt) if speaks else []
-        if not told:  # an empty tokenizer has no token for any text
-            speaks, told = None, ids
-        right = "".join(Answer(runner, speaks, told, TOKENS, Sampling()))
+        tokens = speaks.encode(prompt) if speaks else []
+        if not tokens:  # an empty tokenizer has no token for any text
+            speaks, tokens = None, ids
+        right = "".join(Answer(runner, speaks, tokens, TOKENS, Sampling()))
     except RunError as error:
         return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
-    asked = ["--prompt", prompt] if speaks else ["--prompt-ids", ",".join(map(str, ids))]
-    asked += ["--tokens", str(TOKENS), "--provider", provider]
-    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked])
+    arguments = ["--prompt", prompt] if speaks else ["--prompt-ids", ",".join(map(str, ids))]
+    arguments += ["--tokens", str(TOKENS), "--provider", provider]
+    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *arguments])
     found, wrong = done.stdout.removesuffix("\n"), ""
     if done.returncode:
         wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
@@ -112,7 +112,7 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run in a process that sees only the package and other installed packages. Output is unchanged, carriage returns included."""
+    """Run in a process without this project on its path; output keeps its carriage returns."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     others = [
         p
@@ -123,10 +123,10 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(command, capture_output=True, env=apart, timeout=TIMEOUT_S, check=False)
-        said, errors = (
+        output, errors = (
             part.decode("utf-8", "replace").replace(os.linesep, "\n") for part in (done.stdout, done.stderr)
         )
-        return subprocess.CompletedProcess(command, done.returncode, said, errors)
+        return subprocess.CompletedProcess(command, done.returncode, output, errors)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"it did not end in {TIMEOUT_S} seconds")
     except OSError as error:

@@ -29,8 +29,8 @@ RUN = 16
 """Tokens of a text, or random tokens, in a row."""
 
 ROUNDED = 64
-"""Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
-errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 times as far off as the median one."""
+"""Least tokens over which PyTorch's own rounding is measured; for shorter prompts, more prompts of that length are drawn for it alone. One
+token's error says little: among 192 first tokens of SmolLM2 the worst errs 4 times as much as the median."""
 
 
 def affordable(parameters: int, device: str) -> tuple[int, ...]:
@@ -61,14 +61,14 @@ class Draft:
 
 
 class Prompts:
-    """What is asked of a package.
+    """Random prompts for a package.
 
     Args:
-        empty_feed: The states of so many sequences that have seen nothing, with room for so many tokens.
+        empty_feed: (sequences, capacity) -> the states of empty sequences.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
-        decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
-        seed: Of the prompts, which are drawn in the order that they are asked for.
-        words: Tokens of texts, chats and special ones, which make up every other run of RUN tokens.
+        decode_steps: Single-token calls after a prefill; a quarter of them with several sequences: four, or an engine's batch.
+        seed: Seed of the prompts, which are drawn in the order of their use.
+        words: Tokens of texts, chats and special ones; every other run of RUN tokens consists of these.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class Prompts:
             [False, True, False, True, False], [text[0], np.prod(grids[0]), text[1], np.prod(grids[1]), text[2]]
         )
         ids = np.where(seen, -1, self._tokens(1, len(seen)))
-        given = {
+        images = {
             EMBEDDINGS: self.random.standard_normal((1, len(seen), self.channels), np.float32),
             POSITIONS: image_positions(seen, grids, 1)[:, None],
         }
         ends = [text[0] + np.prod(grids[0]) // 2 + 1, len(seen) - 2, len(seen) - 1, len(seen)]
         feeds = []
         for begin, end in pairwise([0, *map(int, ends)]):
-            part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
+            part = {EMBEDDINGS: images[EMBEDDINGS][:, begin:end], POSITIONS: images[POSITIONS][..., begin:end]}
             call = {name: np.ascontiguousarray(x) for name, x in part.items()}
             feeds.append({**next_feed({}, ids[:, begin:end]), **call})
         feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **image_inputs(feeds[0])}
@@ -191,11 +191,11 @@ class Prompts:
         name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
         feeds = [start, *(next_feed({}, token) for token in tokens)]
         # Steps also define a prompt in pieces: those between two compared states become one call.
-        kept = sorted({0, *places, *(place + 1 for place in places)})
-        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(kept)]
+        cuts = sorted({0, *places, *(place + 1 for place in places)})
+        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(cuts)]
         chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
         return Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
 
 def _call(feed: Arrays) -> ChainCall:
-    return ChainCall(feed["input_ids"], feed["new_tokens"], given=image_inputs(feed))
+    return ChainCall(feed["input_ids"], feed["new_tokens"], images=image_inputs(feed))

@@ -68,18 +68,18 @@ def quantization_loss_of(
     """
     tokens, size = _tokens(options, manifest, text)
     source = find_source(options)
-    held = with_held_weights(source, folder, manifest, device)
+    quantized = with_held_weights(source, folder, manifest, device)
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
         round_activations(model, held_names(folder), quantization["block_size"], quantization["scheme"])
 
-    original, weights = (_log_probabilities(each, tokens, device) for each in (source, held))
+    original, weights = (_log_probabilities(each, tokens, device) for each in (source, quantized))
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]
     kl, kl_rounded = _kl(original, weights), None
     if rounds_activations(manifest):
         del weights
-        kl_rounded = _kl(original, _log_probabilities(held, tokens, device, round_inputs))
+        kl_rounded = _kl(original, _log_probabilities(quantized, tokens, device, round_inputs))
     return QuantizationLoss(None if text is None else str(text), tokens.shape[1], kl, kl_rounded, *bits)
 
 

@@ -52,17 +52,17 @@ def _entry(case: Case, arrays: ArrayWriter) -> dict[str, Any]:
 
 
 class RecordedCases:
-    """The cases that `record_cases` wrote. `followed`: PyTorch used recorded choices of a runtime.
+    """The cases that `record_cases` wrote. `has_decisions`: PyTorch used recorded choices of a runtime.
 
     Raises:
-        PackageError: The file is not readable, or belongs to other weights, or was changed; of arrays that is seen when they are drawn.
+        PackageError: The file is not readable, belongs to other weights, or was changed. Changed arrays are found when they are drawn.
     """
 
     def __init__(self, path: Path, package: Package) -> None:
         self._file = ArrayFile(path, "head", FORMAT, package, "recorded calls", "--record")
         self._cases: list[dict[str, Any]] = self._file.head["cases"]
-        self.followed = bool(self._file.head.get("followed"))
-        self.follows = False
+        self.has_decisions = bool(self._file.head.get("followed"))
+        self.uses_decisions = False
         self.progress: Progress = silent
         self.count = len(self._cases)
 
@@ -74,11 +74,11 @@ class RecordedCases:
         return Question(feeds, tuple(self._file.array(key) for key in entry["steps"]), tuple(entry["places"]))
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """None: recorded answers cannot be computed anew."""
+        """{}: recorded answers cannot be computed again."""
         return {}
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource; decisions are those of the recording."""
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
+        """Like CaseSource, with the recording's decisions."""
         return [self._read(self._cases[number]) for number in numbers]
 
     def _arrays(self, keys: dict[str, str]) -> Arrays:

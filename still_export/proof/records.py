@@ -130,9 +130,9 @@ def make_record(
     """A record of a run that just ended on this machine.
 
     Args:
-        ran: Its parts, from `what_ran` or `ops_ran`; empty of a benchmark that runs no package.
-        command: Its words; this process's own without them.
-        versions: Beside those that can be found here.
+        ran: Its parts, from `what_ran` or `ops_ran`; empty for a benchmark without a package.
+        command: Words of its command; empty: this process's own.
+        versions: Versions besides those found here.
     """
     found: dict[str, Any] = {
         "kind": kind,

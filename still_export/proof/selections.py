@@ -1,4 +1,4 @@
-"""A runtime's selections at near ties, in a file, so that PyTorch on another machine makes the same. No torch."""
+"""A file of a runtime's selections at near ties, which PyTorch on another machine repeats. No torch."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Prompted(Protocol):
 def write_selections(session: Session, prompts: Prompts, package: Package, path: Path, progress: Progress) -> None:
     """Write a runtime's selections for `prompts` to `path`, atomically."""
     with written_arrays(path) as arrays:
-        asked, kept = [], []
+        hashes, selected = [], []
         for number in range(prompts.count):
             question = prompts.begin(number)
             decisions = ask(session, question, prompts.ties.shown, keep=False).decisions
-            asked.append(_tokens(question))
-            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.selected.items()})
+            hashes.append(_tokens(question))
+            selected.append({str(layer): arrays.keep(keys) for layer, keys in decisions.selected.items()})
             progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
-        content |= {"words": prompts.words}  # the other machine may not be able to read the chat format
-        arrays.finish(KIND, FORMAT, package, {**content, "prompts": asked, "kept": kept})
+        content |= {"words": prompts.words}  # the other machine may lack what renders the chat format
+        arrays.finish(KIND, FORMAT, package, {**content, "prompts": hashes, "kept": selected})
 
 
 @dataclass(frozen=True)
 class Selections:
-    """What `write_selections` wrote: prompts and selections."""
+    """Hashes of prompts, and their selections, as `write_selections` wrote them."""
 
     path: Path
     lengths: tuple[int, ...]
@@ -61,8 +61,8 @@ class Selections:
         """
         file = ArrayFile(path, KIND, FORMAT, package, "selections", "--selections")
         head = file.head
-        kept = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
-        decisions = {number: Decisions((), each) for number, each in enumerate(kept)}
+        selected = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
+        decisions = {number: Decisions((), each) for number, each in enumerate(selected)}
         return cls(
             path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["words"], head["prompts"], decisions
         )
@@ -71,7 +71,7 @@ class Selections:
         """Draw the prompts of all cases.
 
         Raises:
-            PackageError: They are others.
+            PackageError: They differ from those in the file.
         """
         if [_tokens(cases.begin(number)) for number in range(cases.count)] != self.prompts:
             raise PackageError(

@@ -21,14 +21,14 @@ FLOAT32 = 5e-2
 NEAR_TIE = 1e-3
 """Lead below which float32 rounding may turn a choice."""
 CODES_TYPE = "float16"
-"""In which PyTorch's own errors are the bound of float32 with keys and values in 8 bits: where a number lies between two
-codes the last bit decides. Of a random model of three layers PyTorch's float32 is off its float64 by 0.13 and 0.21 in two of 24 texts of
-257 tokens, by 1e-5 in any where rows are numbers."""
+"""Type whose errors in PyTorch bound a float32 package with keys and values in 8 bits: between two codes the last bit decides. With codes,
+PyTorch's float32 differs from float64 by 0.13 and 0.21 in two of 24 texts of 257 tokens of a random model of three layers; without, by at
+most 1e-5."""
 RARE, SPREAD = 0.99, 2.0
 """In half precision an answer's median error may reach the RARE quantile of PyTorch's own errors, and SPREAD times its worst median."""
 ROUNDINGS = 24
-"""Roundings of PyTorch in half precision that are tried for an answer beyond the bound: at a near tie, one rounding may choose another
-token than the next."""
+"""Roundings of PyTorch in half precision that are tried for an answer beyond the bound: at a near tie, each rounding may choose another
+token."""
 PIECE_TOKENS = 1024
 """Tokens of a prompt in one call of PyTorch."""
 CONTEXT_TOKENS = 1536
@@ -62,13 +62,13 @@ class Load:
     """Settings and load of an engine.
 
     Args:
-        budget_tokens: Of all requests in one step; longer prompts are read in pieces.
+        budget_tokens: Tokens of all requests in one step; longer prompts are read in pieces.
         rows: Requests that run at the same time.
-        context_tokens: Of a request at most.
-        preempt_every: Steps after which everything that runs is thrown out, to be begun again; 0: never.
-        tight: The cache holds so many times what all sequences begin with and one long request grows to; 0: as much as the engine takes.
+        context_tokens: Most tokens of a request.
+        preempt_every: Steps after which all running requests are preempted; 0: never.
+        tight: Cache size, in multiples of the initial states of all rows plus one full context; 0: the engine's default.
         eager: Without compilation and CUDA graphs.
-        prefix_tokens: States are kept after every so many tokens, and prompts begin alike; 0: neither.
+        prefix_tokens: States are cached after every so many tokens, and prompts have common prefixes; 0: neither.
     """
 
     name: str
@@ -109,13 +109,12 @@ class LoadReport:
     """The verdict on one load.
 
     Args:
-        near_ties: Tokens other than PyTorch's likeliest, which lies ahead by no more than rounding may turn.
-        open_tokens: Tokens behind a choice of PyTorch that nearly ties, of requests beyond the bound: an engine that does not say what it
-            chose is not compared there. What comes before them is.
-        turned: In half precision, requests beyond the bound that are within it of another rounding of PyTorch, whose scores tie otherwise.
-        kept_tokens: Of prompts, which were not read because their states were kept.
+        near_ties: Tokens other than PyTorch's likeliest whose lead is within rounding.
+        open_tokens: Tokens after a near tie, of requests beyond the bound; not compared, as the engine does not report its choice.
+        turned: In half precision, requests beyond the bound but within it of another rounding of PyTorch, which chooses otherwise.
+        kept_tokens: Tokens of prompts that were not read because their states were cached.
         wrong: Requests whose tokens or log-probabilities differ without such a reason.
-        worst: The largest of what is held to `bound`: the error of a log-probability, beside PyTorch's own errors a request's median.
+        worst: The largest number compared with `bound`: an error of a log-probability, or with own errors a request's median error.
     """
 
     name: str
@@ -142,11 +141,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Bound:
-    """What an answer may differ by.
+    """Allowed differences of an answer.
 
     Args:
-        error: Of a log-probability, or of an answer's `median`.
-        tie: How far a token may be behind the likeliest, nats.
+        error: Largest error of a log-probability, or of an answer's median.
+        tie: Largest distance of a token to the likeliest, nats.
         median: Whether the median of an answer is compared, as in half precision.
     """
 
@@ -190,8 +189,8 @@ def judge(
 
     Args:
         expected: PyTorch's log-probabilities of each answer's tokens and of the likeliest, [2, n].
-        sure: Of a request by its number, how many of its answer's tokens come before any choice that nearly ties.
-        of_another_rounding: Whether another rounding of PyTorch in half precision gives its answer.
+        sure: Number of tokens before the first near tie in the answer of a request, by its number.
+        of_another_rounding: Whether another rounding of PyTorch in half precision matches a request's answer.
     """
     found = LoadReport(
         load.name,
@@ -252,7 +251,7 @@ class Reference:
 def other_rounding(model: Any, seed: int) -> Iterator[None]:
     """Context with every weight moved randomly within its rounding error, which perturbs results like another rounding."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
-    kept = [weight.detach().clone() for weight in weights]
+    originals = [weight.detach().clone() for weight in weights]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in weights:
@@ -262,7 +261,7 @@ def other_rounding(model: Any, seed: int) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for weight, old in zip(weights, kept, strict=True):
+            for weight, old in zip(weights, originals, strict=True):
                 weight.copy_(old)
 
 
@@ -296,8 +295,8 @@ class ServedVerifier:
             answer_tokens: Most tokens of an answer.
         """
         for load in loads:
-            asked = self.requests(load, requests, answer_tokens)
-            yield self.judge(load, asked, self.engine.serve(load, asked))
+            drawn = self.requests(load, requests, answer_tokens)
+            yield self.judge(load, drawn, self.engine.serve(load, drawn))
 
     def requests(self, load: Load, count: int, answer_tokens: int) -> list[Request]:
         """Random prompts that end near chunk ends or anywhere and arrive a few steps apart; with prefix caching, of any length, and
@@ -360,14 +359,14 @@ class ServedVerifier:
         return Bound(max(usual, SPREAD * worst), 2 * max(float(e.max()) for e in errors), median=True)
 
     def _of_another_rounding(self, request: Request, answer: Answer, bound: Bound) -> bool:
-        """Whether one of several half-precision roundings of PyTorch gives the answer within the bounds."""
+        """Whether one of several half-precision roundings of PyTorch matches the answer within the bounds."""
         if self.half is None:
             return False
         places = np.arange(len(answer.tokens)), np.array(answer.tokens, np.int64)
         for seed in range(ROUNDINGS):
             with other_rounding(self.half.runner.model, seed):
-                theirs = self.half.logprobs(request.prompt, answer.tokens)
-            if compare(answer, theirs[places], theirs.max(-1), bound).within:
+                logprobs = self.half.logprobs(request.prompt, answer.tokens)
+            if compare(answer, logprobs[places], logprobs.max(-1), bound).within:
                 return True
         return False
 

@@ -22,7 +22,7 @@ LENGTHS = (5, 40, 64, 65, 129, 300)
 TOGETHER = 8
 """Concurrent requests of the way "in a batch"."""
 LIKELIEST = 32
-"""Likely tokens that are tried as the next of the server's text; less likely ones are nats behind."""
+"""Number of likely tokens that are tried as the next one of the server's text; the others are less likely by nats."""
 FLOAT32 = 5e-2
 """Allowed error of a log-probability in float32: ten times float32's rounding error of SmolLM2-135M (at most 5.5e-3)."""
 TIMES = 3.0
@@ -64,7 +64,7 @@ class ReferenceRun:
         chosen: That of the server's token, [n].
         reported: Log-probabilities that the server reports, [n] or empty.
         own: Errors of PyTorch's own run in the file's type: of the server's and the likeliest token's log-probability, [2, n], or empty.
-        lost: Where no likely token begins what the server says next, in words.
+        lost: The place at which no likely token continues the server's text, in words.
     """
 
     best: np.ndarray
@@ -79,10 +79,10 @@ class WayReport:
     """The verdict on one way of asking.
 
     Args:
-        near_ties: Tokens that are not the reference's likeliest and lie behind it by less than the bound.
-        changed: Answers whose text is another than that of the same prompt asked alone; near ties do that.
-        worst: The largest difference of a log-probability, or how far a token lies behind the likeliest.
-        wrong: One line for each answer that is not the file's.
+        near_ties: Tokens within the bound of the reference's likeliest.
+        changed: Answers whose text differs from that of the same prompt alone, because of near ties.
+        worst: The largest difference of a log-probability, or distance of a token to the likeliest.
+        wrong: One line for each wrong answer.
     """
 
     name: str
@@ -104,7 +104,8 @@ class Reference:
 
     Args:
         model: In float32.
-        own: The same model in the type of the file or with activations in 8 bits, whose errors bound the server's; None: float32 itself.
+        own: The same model in the file's type or with 8-bit activations, whose errors bound the server's; None: the server computes in
+            float32.
     """
 
     def __init__(
@@ -129,26 +130,26 @@ class Reference:
         context = prompt[-8:]
         before = self.text(context)
 
-        def said(ids: list[int]) -> str:
+        def text_of(ids: list[int]) -> str:
             return self.text(context + ids)[len(before) :].rstrip("\ufffd")
 
         ids: list[int] = []
         table = np.empty((0, 0))
         lost = ""
         while (answer.count is not None and len(ids) < answer.count) or (
-            answer.count is None and said(ids) != answer.text
+            answer.count is None and text_of(ids) != answer.text
         ):
             if len(ids) % ANSWER_TOKENS == 0 or table.shape[0] <= len(ids):
-                guess = self._rest(ids, said(ids), answer)
+                guess = self._rest(ids, text_of(ids), answer)
                 assumed = [*ids, *guess]
                 table = self.logprobs([*prompt, *assumed])[len(prompt) - 1 :]
             row = table[len(ids)]
             likely = np.argpartition(row, -min(LIKELIEST, len(row)))[-LIKELIEST:]
-            fitting = [int(t) for t in likely if answer.text.startswith(said([*ids, int(t)]))]
-            if answer.ended and said(ids) == answer.text:
+            fitting = [int(t) for t in likely if answer.text.startswith(text_of([*ids, int(t)]))]
+            if answer.ended and text_of(ids) == answer.text:
                 fitting = [t for t in self.ends if t < len(row)] or fitting
             if not fitting:
-                going_on, likeliest = answer.text[len(said(ids)) :][:24], self.text([int(row.argmax())])
+                going_on, likeliest = answer.text[len(text_of(ids)) :][:24], self.text([int(row.argmax())])
                 lost = f"after {len(ids)} tokens it says {going_on!r}; the file's likeliest is {likeliest!r}"
                 break
             ids.append(max(fitting, key=lambda t: row[t]))
@@ -166,9 +167,9 @@ class Reference:
             own = np.abs(half[places, both] - exact[places, both])
         return ReferenceRun(best, chosen, reported, own, lost)
 
-    def _rest(self, ids: list[int], said: str, answer: Answer) -> list[int]:
+    def _rest(self, ids: list[int], text: str, answer: Answer) -> list[int]:
         """Guess the tokens of the remaining text, so that one pass covers all places."""
-        rest = answer.text[len(said) :]
+        rest = answer.text[len(text) :]
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else []
 
 
@@ -197,7 +198,7 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 
 @dataclass
 class ServerProof:
-    """Asks a server in every way and compares its answers with a file."""
+    """Compares a server's answers with a model file, in every way of asking."""
 
     server: Server
     reference: Reference
@@ -215,13 +216,13 @@ class ServerProof:
             "in pieces": self._pieces,
             "in a batch": self._batch,
         }
-        asked: dict[str, list[tuple[list[int], Answer, Answer | None]]] = {}
+        rows_by_way: dict[str, list[tuple[list[int], Answer, Answer | None]]] = {}
         for name, way in ways.items():
-            asked[name] = list(way())
+            rows_by_way[name] = list(way())
             done(name)
-        runs = {n: [self.reference.evaluate(ids, said) for ids, said, _ in rows] for n, rows in asked.items()}
+        runs = {n: [self.reference.evaluate(ids, answer) for ids, answer, _ in rows] for n, rows in rows_by_way.items()}
         bound = bound_of([f for rows in runs.values() for f in rows])
-        return [judge(name, rows, runs[name], bound) for name, rows in asked.items()]
+        return [judge(name, rows, runs[name], bound) for name, rows in rows_by_way.items()]
 
     def _ask(self, ids: list[int], most: int | None = None) -> Answer:
         return self.server.ask(ids if self.server.tokens else self.reference.text(ids), most or self.answer_tokens)
@@ -237,11 +238,11 @@ class ServerProof:
     def _alone(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """New prompts, one after another."""
         self._cold = [(ids, self._ask(ids)) for ids in self._prompts(0)]
-        yield from ((ids, said, None) for ids, said in self._cold)
+        yield from ((ids, answer, None) for ids, answer in self._cold)
 
     def _again(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """The same prompts again, so that the server uses its cache."""
-        yield from ((ids, self._ask(ids), said) for ids, said in self._cold)
+        yield from ((ids, self._ask(ids), answer) for ids, answer in self._cold)
 
     def _turns(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """A conversation: prompt, answer and more text, up to twice."""
@@ -251,9 +252,9 @@ class ServerProof:
                 sent = ids if turn == 0 else self.reference.ids(text)
                 if len(sent) > 2 * max(self.lengths):  # the growing text must fit the prompt lengths
                     break
-                said = self._ask(sent)
-                yield sent, said, None
-                text += said.text + "\n" + SENTENCES[(number + 5 * turn) % len(SENTENCES)][:20] + "\n"
+                answer = self._ask(sent)
+                yield sent, answer, None
+                text += answer.text + "\n" + SENTENCES[(number + 5 * turn) % len(SENTENCES)][:20] + "\n"
 
     def _edited(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
         """A prompt, then the same with another end, then with another middle and a shorter end."""
@@ -267,7 +268,7 @@ class ServerProof:
                 yield sent, self._ask(sent), None
 
     def _pieces(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
-        """A prompt whose beginnings of odd lengths were sent before it."""
+        """A prompt after its prefixes of odd lengths."""
         random = np.random.default_rng(self.seed)
         for ids in self._prompts(3):
             cuts = (
@@ -283,7 +284,7 @@ class ServerProof:
         """Other prompts and those of "alone", all at the same time."""
         fresh = self._prompts(4)
         prompts = [*fresh, *(ids for ids, _ in self._cold)]
-        alone: list[Answer | None] = [*(None for _ in fresh), *(said for _, said in self._cold)]
+        alone: list[Answer | None] = [*(None for _ in fresh), *(answer for _, answer in self._cold)]
         with ThreadPoolExecutor(TOGETHER) as pool:
             yield from zip(prompts, pool.map(self._ask, prompts), alone, strict=True)
 
@@ -299,32 +300,32 @@ def judge(
 ) -> WayReport:
     """Compare the answers of one way with the reference along them."""
     report = WayReport(name, requests=len(rows), bound=bound)
-    for number, ((ids, said, alone), found) in enumerate(zip(rows, runs, strict=True)):
+    for number, ((ids, answer, alone), found) in enumerate(zip(rows, runs, strict=True)):
         behind = found.best - found.chosen
         errors = np.abs(found.reported - found.chosen) if found.reported.size else np.zeros(1)
         worst = max(float(behind.max(initial=0)), float(errors.max(initial=0)))
         report.tokens += len(behind)
         report.worst = max(report.worst, worst)
         report.near_ties += int(((behind > 0) & (behind <= 2 * bound)).sum())
-        report.changed += alone is not None and alone.text != said.text
-        who = f"{name}, request {number} ({len(ids)} tokens)"
+        report.changed += alone is not None and alone.text != answer.text
+        label = f"{name}, request {number} ({len(ids)} tokens)"
         finite = bool(np.isfinite(found.reported).all()) and bool(np.isfinite(behind).all())
         if found.lost:
-            report.wrong.append(f"{who}: {found.lost}")
+            report.wrong.append(f"{label}: {found.lost}")
         elif not finite:
-            report.wrong.append(f"{who}: log-probabilities that are no numbers")
+            report.wrong.append(f"{label}: log-probabilities that are no numbers")
         elif behind.max(initial=0) > 2 * bound:
             place = int(behind.argmax())
             report.wrong.append(
-                f"{who}: token {place} lies {behind[place]:.2g} nats behind the file's likeliest, bound {2 * bound:.2g}"
+                f"{label}: token {place} lies {behind[place]:.2g} nats behind the file's likeliest, bound {2 * bound:.2g}"
             )
         elif errors.max() > bound:
             place = int(errors.argmax())
             report.wrong.append(
-                f"{who}: the log-probability of token {place} is {errors[place]:.2g} off, bound {bound:.2g}"
+                f"{label}: the log-probability of token {place} is {errors[place]:.2g} off, bound {bound:.2g}"
             )
-        elif not len(behind) and not said.ended:
-            report.wrong.append(f"{who}: nothing was said")
+        elif not len(behind) and not answer.ended:
+            report.wrong.append(f"{label}: nothing was said")
     return report
 
 
@@ -339,7 +340,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
 
     from still_export.models.load import load_model, load_tokenizer, source_dtype
 
-    path, notes, ours = Path(file), [], False
+    path, notes, own_reader = Path(file), [], False
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = str(path.parent) if where else str(file)
     try:
@@ -349,11 +350,11 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
         if not type(model).__module__.startswith("transformers."):
             notes.append("transformers has no class of this family: the reference is this project's own class")
     except (ValueError, KeyError, NotImplementedError, OSError):
-        model, tokenizer, ours = load_model(file, dtype="float32"), load_tokenizer(file), True
+        model, tokenizer, own_reader = load_model(file, dtype="float32"), load_tokenizer(file), True
         notes.append("transformers does not read this file: the reference was read by this project's own reader")
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = ends if ends is not None else tokenizer.eos_token_id
-    kind = source_dtype(file) if ours else _stored_type(path if path.is_dir() and not where else None)
+    kind = source_dtype(file) if own_reader else _stored_type(path if path.is_dir() and not where else None)
     stored = str(kind).removeprefix("torch.")
     own: Callable[[Sequence[int]], np.ndarray] | None = None
     if where:
@@ -362,7 +363,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     elif stored != "float32":
         half = (
             load_model(file, dtype=stored)
-            if ours
+            if own_reader
             else AutoModelForCausalLM.from_pretrained(source, dtype=stored).eval()
         )
         own = lambda ids: logprobs_of(half, ids)  # noqa: E731
@@ -370,7 +371,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
 
 
 def _stored_type(folder: Path | None) -> Any:
-    """Of the folder's configuration; float32 where it says nothing."""
+    """Type in the folder's configuration; float32 if there is none."""
     import torch
     from transformers import AutoConfig
 

@@ -30,9 +30,9 @@ class Answer:
 
     Args:
         text: Without special tokens.
-        count: Tokens, as the server's usage says; None: it says none.
+        count: Number of tokens in the server's usage; None: not reported.
         ended: The model ended it (finish_reason "stop").
-        logprobs: Of each token, where the server gives them.
+        logprobs: Log-probability of each token, if the server reports them.
     """
 
     text: str
@@ -72,9 +72,9 @@ class Client:
         if self.model is None and len(names) == 1:
             self.model = names[0]
         if self.model not in names:
-            asked = "--as names none" if self.model is None else f"it has no {self.model!r}"
+            detail = "--as names none" if self.model is None else f"it has no {self.model!r}"
             raise ConfigError(
-                f"{self.address} serves {', '.join(map(repr, names)) or 'no model'}; {asked}. Choose one: --as MODEL."
+                f"{self.address} serves {', '.join(map(repr, names)) or 'no model'}; {detail}. Choose one: --as MODEL."
             )
 
     def probe(self, prompt: str, ids: list[int]) -> None:
@@ -106,9 +106,12 @@ class Client:
         text, count = choice.get("text"), (content.get("usage") or {}).get("completion_tokens")
         if not isinstance(text, str):
             raise RunError(f"{self.address} answers a completion without text")
-        said = _logprobs(choice) if self.logprobs else ()
+        logprobs = _logprobs(choice) if self.logprobs else ()
         return Answer(
-            text, count if isinstance(count, int) else len(said) or None, choice.get("finish_reason") == "stop", said
+            text,
+            count if isinstance(count, int) else len(logprobs) or None,
+            choice.get("finish_reason") == "stop",
+            logprobs,
         )
 
     def close(self) -> None:

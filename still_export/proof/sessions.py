@@ -20,11 +20,11 @@ from still_graphs.states import StateTable
 
 
 class Session:
-    """A package's runner, with in-place growing states as users run it, for calls with given states.
+    """A package's runner for calls from any state, with states that grow in place as in use.
 
     Args:
         model: The runner.
-        hidden: Of its watched outputs the last so many are what layers read, from layer 1 on.
+        hidden: Number of last watched outputs that are the layers' inputs, from layer 1 on.
     """
 
     def __init__(self, model: Runner, hidden: int = 0) -> None:
@@ -55,25 +55,25 @@ class Session:
         """Load the state in `feed`, in any float type, with room for its tokens."""
         table = self.model.table
         empty = table.shapes(len(feed["past_length"]), dict.fromkeys(table.growths, 0))
-        given = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is called by itself
-        states = {s.name: given[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
+        arrays = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is called by itself
+        states = {s.name: arrays[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
         self._shapes = {s.name: feed[s.past].shape for s in table if s.past in feed}
 
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call with a given state."""
+        """Outputs of one call from the state in `feed`."""
         self.load(feed)
         return self._fed(feed)
 
     def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
-        """Outputs of calls, each from the state of the one before; the first has a given state."""
+        """Outputs of calls, each from the state after the previous one; the first feed has a state."""
         return [self._fed(feed) if number else self.infer(feed) for number, feed in enumerate(calls)]
 
     def _fed(self, feed: Arrays) -> Arrays:
         """Outputs of one call from the present state."""
-        ids, new, given = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
+        ids, new, images = feed["input_ids"], feed["new_tokens"], image_inputs(feed)
         seen: Any = self.model
-        return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
+        return self._outputs(seen.feed_seen(ids, images, new) if images else self.model.feed(ids, new))
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
         """Outputs after `tokens` [B, 1] one by one, with all logits [B, steps, V]."""
@@ -84,7 +84,7 @@ class Session:
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
-            # The runner may have more room than was asked for, or less if sequences are empty.
+            # The runner may have more room than was requested, or less if sequences are empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
             found[part] = array[part]
@@ -112,7 +112,7 @@ class Session:
         for part in halves:
             self._outgrow()
             tokens += [t.copy() for t in self.model.greedy(tokens[-1], part)]
-        kept = self.model.state_arrays()
+        after_replay = self.model.state_arrays()
         self._begin(start)
         wrong, done = 0, 0
         for part in halves:
@@ -124,7 +124,9 @@ class Session:
                 chosen = np.take_along_axis(logits, tokens[done][:, None].astype(np.int64), axis=1)[:, 0]
                 wrong += int((chosen < logits.max(-1)).sum())  # equal logits are both likeliest
         single = self.model.state_arrays()
-        differing = [name for name, array in kept.items() if not np.array_equal(array, single[name], equal_nan=True)]
+        differing = [
+            name for name, array in after_replay.items() if not np.array_equal(array, single[name], equal_nan=True)
+        ]
         detail = f"{wrong} tokens and the states {', '.join(differing) or 'none'} differ"
         name = f"{count} replayed steps of {len(tokens[0])} rows equal single steps"
         return [Check(name, not wrong and not differing, detail)]
@@ -142,7 +144,7 @@ class Session:
 
 
 class Guessing(Session):
-    """A session whose steps are calls with guessed tokens: all, none or some are accepted, differently for each sequence.
+    """A session whose steps are calls with guessed tokens; each sequence accepts another number of them, from none to all.
 
     Args:
         model: A runner that accepts guesses.
@@ -160,19 +162,19 @@ class Guessing(Session):
         logits, done = np.zeros((batch, count, vocabulary), np.float32), np.zeros(batch, np.int64)
         while (done < count).any():
             most = np.minimum(self.random.integers(1, model.guesses + 2, batch), capacity - model.length)
-            brought: np.ndarray = np.where(done < count, most, 0)
+            sizes: np.ndarray = np.where(done < count, most, 0)
             some = self.random.integers(1, model.guesses + 2, batch)
-            chosen = np.choose(self.random.integers(3, size=batch), [brought, np.ones_like(brought), some])
-            hold: np.ndarray = np.minimum(chosen, np.minimum(brought, count - done))
+            chosen = np.choose(self.random.integers(3, size=batch), [sizes, np.ones_like(sizes), some])
+            counts: np.ndarray = np.minimum(chosen, np.minimum(sizes, count - done))
             ids = self.random.integers(vocabulary, size=(batch, model.guesses + 1))
-            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
+            for sequence, (first, accepted) in enumerate(zip(done, counts, strict=True)):
                 ids[sequence, :accepted] = right[sequence, first : first + accepted]
-            found = model.guess(ids, brought)
-            model.accept(hold)
-            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
-                row = found.shape[1] - brought[sequence]
+            found = model.guess(ids, sizes)
+            model.accept(counts)
+            for sequence, (first, accepted) in enumerate(zip(done, counts, strict=True)):
+                row = found.shape[1] - sizes[sequence]
                 logits[sequence, first : first + accepted] = found[sequence, row : row + accepted]
-            done += hold
+            done += counts
         return self._outputs(logits)
 
 
@@ -187,17 +189,17 @@ def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
 
 
 class Subject:
-    """The runtime that is proven.
+    """The runtime to be proven.
 
     Args:
-        package: With an engine for this machine, where it is for TensorRT.
+        package: With an engine for this machine, if it is for TensorRT.
         runtime: Its name.
-        provider: Of ONNX Runtime.
-        plugin: TensorRT's plugin library in the place of the package's.
-        adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
-        genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
-        bodies: Function bodies run, though the package has kernels.
-        graph: Of the package.
+        provider: ONNX Runtime's provider.
+        plugin: TensorRT plugin library to use instead of the package's.
+        adapter: Inputs of a LoRA adapter, as for `Runner.use_adapter`.
+        genai: Also run onnxruntime-genai.
+        bodies: Run function bodies even if the package has kernels.
+        graph: Graph of the package.
     """
 
     def __init__(

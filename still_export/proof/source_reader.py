@@ -25,8 +25,8 @@ from still_export.mixers.projections import ProjectedAttention
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
-from still_export.proof.other_readers import read_theirs
-from still_export.proof.theirs import Theirs
+from still_export.proof.other_readers import other_reading
+from still_export.proof.reading import Reading
 from still_export.proof.verdict import Check, Verdict
 
 if TYPE_CHECKING:
@@ -55,17 +55,17 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
     """
     verdict = Verdict()
     with _quiet():
-        theirs = read_theirs(path, overlays, source)
-        verdict.not_asked += theirs.why
-        verdict.add(_check_tensors(source, theirs, _fresh(source) if options.attach_untrained else frozenset()))
+        reading = other_reading(path, overlays, source)
+        verdict.not_asked += reading.why
+        verdict.add(_check_tensors(source, reading, _fresh(source) if options.attach_untrained else frozenset()))
         prompts = _prompts(source, options)
-        if theirs.logits is not None and not prompts:
+        if reading.logits is not None and not prompts:
             verdict.not_asked.append(
                 "logits by another program: it has softmax where this model has layers that are linear"
             )
-        right = [] if theirs.logits is None else [theirs.logits(ids) for ids in prompts]
-        by = theirs.by
-        del theirs  # one model at a time
+        right = [] if reading.logits is None else [reading.logits(ids) for ids in prompts]
+        by = reading.by
+        del reading  # one model at a time
     if right:
         verdict.checks.append(_check_logits(source, by, prompts, right))
     return verdict
@@ -96,44 +96,46 @@ def _fresh(source: Source) -> frozenset[str]:
     return frozenset(f"{prefix}.{name}" for prefix, module in modules for name in module.fresh_names())
 
 
-def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Verdict:
+def _check_tensors(source: Source, reading: Reading, fresh: frozenset[str]) -> Verdict:
     """Compare every tensor that has a counterpart by name or by content; `fresh` tensors are in no file."""
     wrong: list[tuple[str, str]] = []
     unknown: list[str] = []
-    computes = theirs.logits is None and source.family.published.tensors is not None
+    computes = reading.logits is None and source.family.published.tensors is not None
     used: set[str] = set()
     by_layer: dict[str | None, list[str]] = {}
-    for name in theirs.tensors:
+    for name in reading.tensors:
         by_layer.setdefault(_layer_of(name), []).append(name)
     for name, weight in source.weights.items():
         value = value_of(weight).detach().float()
-        adapted = theirs.merged or (isinstance(weight, Deferred) and weight.adapted is not None)
-        other = _counterpart(name, theirs.tensors)
-        if other is not None and theirs.tensors[other].numel() == value.numel():
+        adapted = reading.merged or (isinstance(weight, Deferred) and weight.adapted is not None)
+        other = _counterpart(name, reading.tensors)
+        if other is not None and reading.tensors[other].numel() == value.numel():
             used.add(other)
-            right = theirs.tensors[other].float().reshape(value.shape)
+            right = reading.tensors[other].float().reshape(value.shape)
             if (found := _difference(value, right, adapted)) is None:
                 continue
             if computes:
                 unknown.append(name)
             else:
-                wrong.append((name, f"{name}{found}, by {theirs.read or theirs.by} in {other}" * bool(found)))
+                wrong.append((name, f"{name}{found}, by {reading.read or reading.by} in {other}" * bool(found)))
             continue
-        held = next((n for n in by_layer.get(_layer_of(name), ()) if _holds(theirs.tensors[n], value, adapted)), None)
-        if held is not None:
-            used.add(held)
+        match = next(
+            (n for n in by_layer.get(_layer_of(name), ()) if _contains(reading.tensors[n], value, adapted)), None
+        )
+        if match is not None:
+            used.add(match)
         elif name not in fresh:
             unknown.append(name)
-    lost = [name for name in theirs.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
+    lost = [name for name in reading.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
     tied = source.config.tie_word_embeddings
     lost = [name for name in lost if not (tied and name.endswith("lm_head.weight"))]
     # Tensors computed from several may contain others; those that the model lists are left out.
     if not unknown and not computes and len(lost) > sum(source.others.values()):
         wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
     known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
-    name = f"{known} tensors are what {theirs.read or theirs.by} reads"
-    verdict = Verdict.of([Check.of(name, wrong)] if theirs.tensors else [])
-    if unknown and theirs.tensors:
+    name = f"{known} tensors are what {reading.read or reading.by} reads"
+    verdict = Verdict.of([Check.of(name, wrong)] if reading.tensors else [])
+    if unknown and reading.tensors:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         verdict.not_asked.append(
             f"{len(unknown)} tensors by another reader ({some}): it has none of these names, so they are computed of several"
@@ -167,7 +169,7 @@ def _difference(value: Tensor, right: Tensor, adapted: bool) -> str | None:
     return f"{list(at)} is {float(value[at]):.6g}, {float(right[at]):.6g}; {int((~same).sum()):,} numbers differ"
 
 
-def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
+def _contains(whole: Tensor, part: Tensor, adapted: bool) -> bool:
     """Whether `part`, or its transpose, is all of `whole` or a range of its rows."""
     for value in (part, part.transpose(-1, -2)) if part.dim() > 1 else (part,):
         if whole.numel() == value.numel():
@@ -176,11 +178,11 @@ def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
             continue
         if value.dim() == 0 or whole.dim() == 0 or whole.shape[-1] != value.shape[-1] or whole.numel() < value.numel():
             continue
-        rows, wanted = whole.float().reshape(-1, whole.shape[-1]), value.reshape(-1, value.shape[-1])
-        tiny = wanted[:1].abs().amax() * SUMMED if adapted else 0.0
-        for start in ((rows - wanted[:1]).abs().amax(-1) <= tiny).nonzero()[:, 0].tolist():
-            piece = rows[start : start + len(wanted)]
-            if piece.shape == wanted.shape and _difference(wanted, piece, adapted) is None:
+        rows, expected = whole.float().reshape(-1, whole.shape[-1]), value.reshape(-1, value.shape[-1])
+        tiny = expected[:1].abs().amax() * SUMMED if adapted else 0.0
+        for start in ((rows - expected[:1]).abs().amax(-1) <= tiny).nonzero()[:, 0].tolist():
+            piece = rows[start : start + len(expected)]
+            if piece.shape == expected.shape and _difference(expected, piece, adapted) is None:
                 return True
     return False
 

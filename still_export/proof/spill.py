@@ -64,7 +64,7 @@ class SpillFile:
         self._places: list[tuple[Arrays, str, int, np.dtype, tuple[int, ...]]] = []
 
     def take(self, calls: list[Arrays], end: str) -> None:
-        """Move the arrays of `calls` whose names end with `end`, equal ones once, zeros not at all."""
+        """Move the arrays of `calls` whose names end with `end` to the file; equal ones are stored once, zeros never."""
         known: dict[int, tuple[int, np.ndarray]] = {}
         for call in calls:
             for name in [name for name in call if name.endswith(end)]:

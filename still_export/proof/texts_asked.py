@@ -77,7 +77,7 @@ SPECIAL_MOST = 256
 
 
 class Silent:
-    """Stands for a runner where `Text` needs one."""
+    """Replaces the runner that `Text` needs."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
@@ -95,7 +95,7 @@ def prompt_words(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
     for messages, more in CHATS:
         try:
             found += text.dialogue(messages, **more)
-        except RunError:  # a template that does not take them
+        except RunError:  # the template does not accept them
             continue
     found += sorted(text.tokenizer.get_added_tokens_decoder())[:SPECIAL_MOST]
     found += text.encode(PROSE) + text.encode(CODE)

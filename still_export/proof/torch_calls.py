@@ -26,13 +26,13 @@ TOKENS, CAPACITY_PERIODS = 5, 4
 
 @dataclass
 class TorchCalls:
-    """What was called.
+    """Calls of ops and functions.
 
     Args:
         ops: By the ONNX name of an op, the attributes of each of its calls, in order.
-        functions: How often each of PyTorch's own functions was called, by its name without its overload.
-        numbers: How often these functions were given each number.
-        words: How often each function was given each word, as `gelu`'s "tanh".
+        functions: Number of calls of each of PyTorch's own functions, by name without overload.
+        numbers: Occurrences of each number among their arguments.
+        words: Occurrences of each (function, string argument), such as `gelu`'s "tanh".
         tensors: Names of the model's parameters and buffers.
     """
 
@@ -61,8 +61,8 @@ def torch_calls(source: Source) -> TorchCalls:
         states = empty_states(config, 1, model.dtype, capacity)
         ids, count = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         hidden = torch.zeros(1, TOKENS, config.hidden_size, dtype=model.dtype)
-        given = {"hidden": hidden} if isinstance(model, AheadMixin) else None
-        forward_with_state(model, ids, count + TOKENS, count, states, given=given)
+        inputs = {"hidden": hidden} if isinstance(model, AheadMixin) else None
+        forward_with_state(model, ids, count + TOKENS, count, states, given=inputs)
     return watch.calls
 
 
@@ -77,21 +77,21 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        said = func._schema.name
-        if (name := self.names.get(said.removesuffix("_"))) is not None:
+        op_name = func._schema.name
+        if (name := self.names.get(op_name.removesuffix("_"))) is not None:
             attributes = OPS[name].attributes
             values = args[len(args) - len(attributes) :] if attributes else ()
             found = dict(zip((a.name for a in attributes), values, strict=True))
             self.calls.ops.setdefault(name, []).append(found)
         else:
-            self._function(said.partition("::")[2].strip("_"), func._schema.arguments, args, kwargs or {})
+            self._function(op_name.partition("::")[2].strip("_"), func._schema.arguments, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _function(self, name: str, arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.calls.functions[name] += 1
-        given = {a.name: a.default_value for a in arguments} | kwargs
-        given |= dict(zip((a.name for a in arguments), args, strict=False))
-        for value in given.values():
+        values = {a.name: a.default_value for a in arguments} | kwargs
+        values |= dict(zip((a.name for a in arguments), args, strict=False))
+        for value in values.values():
             for part in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(part, (int, float)) and not isinstance(part, bool):
                     self.calls.numbers[float(part)] += 1

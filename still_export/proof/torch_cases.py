@@ -31,14 +31,14 @@ class TorchCases:
     """Random cases answered by PyTorch, all at once.
 
     Args:
-        reference: The PyTorch model that answers, in a wider type than the package's.
-        own: The same model as the package computes, whose errors that is held to.
+        reference: The PyTorch model in a wider type than the package's.
+        own: The same model in the package's type; its rounding errors set the package's bounds.
 
     Attributes:
-        head: Questions to the head that guesses tokens ahead, which a package may have.
+        head: Cases of the package's MTP head, if any.
     """
 
-    follows = True
+    uses_decisions = True
 
     def __init__(
         self,
@@ -61,16 +61,17 @@ class TorchCases:
     def begin(self, number: int) -> Question:
         return self.prompts.begin(number)
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """Like CaseSource. A second run uses routers' choices (the first run shows the layers) and selected keys of unsure tokens, for
-        the cases that need it."""
-        decisions = {number: follow.get(number, Decisions()) for number in numbers}
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
+        """Like CaseSource. Cases run a second time if routers chose differently or selected keys are unsure; only the first run shows which
+        layers route."""
+        decisions = {number: decisions.get(number, Decisions()) for number in numbers}
         drafts = [self._with_choices(number, decisions[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
         again = [
             place
             for place, (case, number) in enumerate(zip(cases, numbers, strict=True))
-            if unsure[place] or (decisions[number].seen and case.went and not case.follows(decisions[number].seen))
+            if unsure[place]
+            or (decisions[number].seen and case.experts and not case.same_experts(decisions[number].seen))
         ]
         if again:
             drafts = [self._with_choices(numbers[place], decisions[numbers[place]]) for place in again]
@@ -87,7 +88,7 @@ class TorchCases:
             draft = self._with_choices(number, answer.decisions)
             names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
             inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
-            calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
+            calls = [replace(call, inputs=hidden) for call, hidden in zip(draft.chain.calls, inputs, strict=True)]
             drafts.append(replace(draft, chain=replace(draft.chain, calls=calls), further=()))
         draws = LAYER_DRAWS if self.own.rounds else 0
         return dict(zip(answers, self._answered(drafts, draws=draws)[0], strict=True))
@@ -95,32 +96,31 @@ class TorchCases:
     def _answered(
         self, drafts: Sequence[Draft], meanings: _Meanings | None = None, draws: int = 0
     ) -> tuple[list[Case], list[bool]]:
-        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws`: further runs of PyTorch with
-        stochastic
-        rounding in linear layers."""
+        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws`: further PyTorch runs with
+        stochastic rounding in linear layers."""
         reference = _RunningChains(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
-        follow_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
+        choices_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
         # Both runs go layer by layer, side by side: what a layer gave is measured, then dropped.
         models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
-        runs = [_RunningChains(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
+        runs = [_RunningChains(model, list(map(_own_chains, drafts, choices_of)), self.ties) for model in models]
         own = runs[0]
         spills = [SpillFile() for _ in cases]
         count = self.reference.layers
         for layer in [*range(count), None]:
             self.progress("PyTorch's layers", count if layer is None else layer, count)
             if layer is not None and meanings is not None:
-                meanings.tell(layer)
+                meanings.resolve(layer)
             right = reference.answers(layer)
             scores_of = [
                 [self.ties.scores(each.looks) if layer is not None else {} for each in chains] for chains in right
             ]
             exact = [scores[0] for scores in scores_of]
-            for draft, case, follow, answered, scores in zip(drafts, cases, follow_of, right, scores_of, strict=True):
+            for draft, case, choices, answered, scores in zip(drafts, cases, choices_of, right, scores_of, strict=True):
                 case.add(_case(draft, answered[0].outputs))
-                case.went |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
-                for told, found in zip(follow, scores, strict=True):  # the own run's errors are rounding alone
-                    told |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
+                case.experts |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
+                for chosen, found in zip(choices, scores, strict=True):  # the own run's errors are rounding alone
+                    chosen |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
             for done, run in enumerate(runs):
                 for each in zip(drafts, cases, right, exact, run.answers(layer), strict=True):
                     self._measure(layer, *each, done)
@@ -130,19 +130,19 @@ class TorchCases:
             spill.restore()
         for of, name in ((own, "overflow"), (reference, "right_overflow")):
             left = iter(of.passage.overflows)
-            for case, chains_of in zip(cases, of.asked, strict=True):
+            for case, chains_of in zip(cases, of.by_case, strict=True):
                 layers = [layer for layer in [next(left) for _ in chains_of] if layer is not None]
                 if layers:
                     setattr(case, name, Overflow(min(layers)))
-        self._layers = sorted(cases[0].went)
+        self._layers = sorted(cases[0].experts)
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
     def _with_choices(self, number: int, decisions: Decisions) -> Draft:
         """The draft of a case with the choices of a runtime."""
         draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
-        seen = {~layer: went for layer, went in zip(self._layers, decisions.seen, strict=False)}
-        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.selected)))
+        seen = {~layer: experts for layer, experts in zip(self._layers, decisions.seen, strict=False)}
+        return replace(draft, chain=replace(draft.chain, choices=seen | dict(decisions.selected)))
 
     def _measure(
         self,
@@ -154,16 +154,13 @@ class TorchCases:
         own: list[_Answered],
         done: int,
     ) -> None:
-        """Add the errors of PyTorch's own run to a case: of its calls, for a layer or the logits, and of a draft's `further`.
-
-        The own run carries its state as the target does, and makes the reference's choices. `done`: own runs added before.
-        """
-        asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
+        """Add the errors of own run number `done` to a case, for a layer or the logits: of its calls, and of a draft's `further`."""
+        answers, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
         if scores and not done:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-            own_scores = self.ties.scores([look for answer in asked for look in answer.looks])
+            own_scores = self.ties.scores([look for answer in answers for look in answer.looks])
             case.leads |= self.ties.leads(scores, own_scores, counts)
-        pairs = _pairs(case, asked[0].outputs, layer)
+        pairs = _pairs(case, answers[0].outputs, layer)
         if layer is None and not done:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
@@ -174,19 +171,19 @@ class TorchCases:
             rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)
             mean = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
             case.own_mean[name] = mean if not done else (done * case.own_mean[name] + mean) / (done + 1)
-            for held, errors in zip(case.own, rows, strict=False):
-                held[name] = _usual(held.get(name), errors.astype(np.float32), done)
-        for held, chain, a, b in zip(case.own[len(pairs) :], draft.further, right[1:], further, strict=True):
+            for by_name, errors in zip(case.own, rows, strict=False):
+                by_name[name] = _usual(by_name.get(name), errors.astype(np.float32), done)
+        for by_name, chain, a, b in zip(case.own[len(pairs) :], draft.further, right[1:], further, strict=True):
             expected, actual = _pair(chain.start, a.outputs[0], b.outputs[0], layer)
             errors_by_name = {n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()}
-            held.update({n: _usual(held.get(n), errors, done) for n, errors in errors_by_name.items()})
+            by_name.update({n: _usual(by_name.get(n), errors, done) for n, errors in errors_by_name.items()})
 
 
 class _RunningChains:
-    """Chains of several cases on their way through a model. Calls are cut so that every score that the ties need is seen."""
+    """Chains of several cases that run through a model layer by layer, in calls cut so that every score is recorded."""
 
-    def __init__(self, model: LayerwiseModel, asked: list[list[Chain]], ties: Ties) -> None:
-        self.ties, self.asked, self.chains = ties, asked, [chain for each in asked for chain in each]
+    def __init__(self, model: LayerwiseModel, by_case: list[list[Chain]], ties: Ties) -> None:
+        self.ties, self.by_case, self.chains = ties, by_case, [chain for each in by_case for chain in each]
         self.cut = [
             [_cut(replace(call, every=call.every or model.all_logits), ties) for call in chain.calls]
             for chain in self.chains
@@ -195,7 +192,7 @@ class _RunningChains:
         self.passage = model.begin([replace(chain, calls=[*itertools.chain(*calls)]) for chain, calls in whole])
 
     def answers(self, layer: int | None = -1) -> list[list[_Answered]]:
-        """Answers of the next layer (-1: before the first, lengths alone; None: after the last). Nothing of them is stored here."""
+        """Answers of the next layer (-1: before the first, lengths only; None: after the last). They are not stored."""
         if layer is None:
             self.passage.answer()
         elif layer >= 0:
@@ -207,45 +204,47 @@ class _RunningChains:
                 for name in _of(call, layer).keys() - {LENGTH}:
                     del call[name]
         answers = map(_answered, self.chains, self.cut, found)
-        return [[next(answers) for _ in each] for each in self.asked]
+        return [[next(answers) for _ in each] for each in self.by_case]
 
 
 class _Meanings:
-    """Resolves selected keys to tokens. PyTorch's own run decides: a token with huge activations has keys in half precision that are as
-    far from the reference's as another token's, alike in both half-precision runs."""
+    """Resolves selected keys to tokens by PyTorch's own run."""
+
+    # Not by the reference: in half precision, a token with huge activations has keys as far from the reference's as another token's, but
+    # alike in both half-precision runs.
 
     def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
         self.chains = [draft.chain for draft in drafts]
-        copies = [replace(chain, calls=_joined(chain.calls), follow=dict(chain.follow)) for chain in self.chains]
-        self.asked = _RunningChains(own, [[chain] for chain in copies], ties)
+        copies = [replace(chain, calls=_joined(chain.calls), choices=dict(chain.choices)) for chain in self.chains]
+        self.running = _RunningChains(own, [[chain] for chain in copies], ties)
 
-    def tell(self, layer: int) -> None:
+    def resolve(self, layer: int) -> None:
         """Replace keys by offsets of tokens in the chains' choices for a layer."""
-        for chain, (answered,) in zip(self.chains, self.asked.answers(layer), strict=True):
-            keys, found = chain.follow.get(layer), self.asked.ties.scores(answered.looks)
+        for chain, (answered,) in zip(self.chains, self.running.answers(layer), strict=True):
+            keys, found = chain.choices.get(layer), self.running.ties.scores(answered.looks)
             if keys is not None and keys.dtype.kind == "f" and layer in found:
                 places = _places(found[layer][..., -1, :] > 0)
                 few = places.shape[3]
                 chunks = min(places.shape[2], keys.shape[2] // few) if few else 0
                 known = (np.isfinite(keys).all(-1) & keys.any(-1))[:, :, : chunks * few]
-                told = known.reshape(*known.shape[:2], chunks, few).all(-1, keepdims=True)
-                chain.follow[layer] = np.where(told, places[:, :, :chunks], -1)
+                reported = known.reshape(*known.shape[:2], chunks, few).all(-1, keepdims=True)
+                chain.choices[layer] = np.where(reported, places[:, :, :chunks], -1)
 
 
 @dataclass(frozen=True)
 class _Answered:
-    """Outputs of a chain's calls, and the looks at its scores."""
+    """Outputs of a chain's calls, and its scores."""
 
     outputs: list[Arrays]
     looks: list[Look]
 
 
 def _joined(calls: Sequence[ChainCall]) -> list[ChainCall]:
-    """The same tokens in fewer calls, which keep nothing."""
+    """The same tokens in fewer calls, which keep no outputs."""
     found: list[ChainCall] = []
     for call in calls:
         last, call = found[-1:], replace(call, keep=nothing)
-        if last and all((c.new_tokens == c.tokens.shape[1]).all() and not c.given for c in (*last, call)):
+        if last and all((c.new_tokens == c.tokens.shape[1]).all() and not c.images for c in (*last, call)):
             tokens = np.concatenate([last[0].tokens, call.tokens], axis=1)
             call = ChainCall(tokens, last[0].new_tokens + call.new_tokens, nothing)
             found.pop()
@@ -254,20 +253,20 @@ def _joined(calls: Sequence[ChainCall]) -> list[ChainCall]:
 
 
 def _cut(call: ChainCall, ties: Ties) -> list[ChainCall]:
-    """Calls with at most `ties.span` new tokens of each sequence; all keep the scores."""
+    """`call` as calls of at most `ties.span` new tokens per sequence; all keep the scores."""
     size = ties.span or call.tokens.shape[1]
     calls = []
     for start in range(0, call.tokens.shape[1], size):
         tokens = call.tokens[:, start : start + size]
-        given = {
+        images = {
             name: np.ascontiguousarray(
                 x[:, start : start + size] if name == EMBEDDINGS else x[..., start : start + size]
             )
-            for name, x in call.given.items()
+            for name, x in call.images.items()
         }
         new = np.clip(call.new_tokens - start, 0, tokens.shape[1])
         inputs = [np.ascontiguousarray(x[:, start : start + size]) for x in call.inputs]
-        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given, inputs=inputs))
+        calls.append(replace(call, tokens=tokens, new_tokens=new, images=images, inputs=inputs))
     parts = [
         replace(part, keep=lambda name: name.startswith(f"present_{HIDDEN}.") or ties.is_score(name))
         for part in calls[:-1]
@@ -300,7 +299,7 @@ def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> 
 
 
 def _case(draft: Draft, answers: list[Arrays]) -> Case:
-    """The case of a draft, with the known answers to its chain."""
+    """The case of a draft, from the answers to its chain."""
     if not draft.steps:
         fed = zip(answers, draft.feeds[1:], strict=False)
         following = ({**next_feed(a, f["input_ids"]), **image_inputs(f)} for a, f in fed)
@@ -314,39 +313,41 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
-def _own_chains(draft: Draft, follow: Sequence[dict[int, np.ndarray]]) -> list[Chain]:
-    """Chains of the own run: the reference's, with its choices once `follow` has them."""
-    return [replace(chain, follow=told) for chain, told in zip((draft.chain, *draft.further), follow, strict=True)]
+def _own_chains(draft: Draft, choices: Sequence[dict[int, np.ndarray]]) -> list[Chain]:
+    """Chains of the own run: the reference's, with its choices so far."""
+    return [
+        replace(chain, choices=chosen) for chain, chosen in zip((draft.chain, *draft.further), choices, strict=True)
+    ]
 
 
-def _usual(held: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray:
+def _usual(previous: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray:
     """Update a root mean square of errors, `done` samples so far, with one more."""
-    if held is None or not done:
+    if previous is None or not done:
         return errors
-    return np.asarray(np.sqrt((done * np.square(held) + np.square(errors)) / (done + 1)))
+    return np.asarray(np.sqrt((done * np.square(previous) + np.square(errors)) / (done + 1)))
 
 
-def _places(went: np.ndarray) -> np.ndarray:
-    """Chosen experts of a mask [.., E], as in `Chain.follow`; then -1."""
-    count = went.sum(-1)
-    found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
+def _places(mask: np.ndarray) -> np.ndarray:
+    """Chosen experts of a mask [.., E], as in `Chain.choices`, padded with -1."""
+    count = mask.sum(-1)
+    found = np.argsort(~mask, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
     return np.where(np.arange(found.shape[-1]) < count[..., None], found, -1)
 
 
 def _of(outputs: Arrays, layer: int | None) -> Arrays:
-    """Outputs of a layer, or without one (None)."""
+    """Outputs of a layer; None: those of no layer."""
     end = f".{layer}"
     return {n: x for n, x in outputs.items() if (n.endswith(end) if layer is not None else "." not in n)}
 
 
 def _pair(feed: Arrays, expected: Arrays, actual: Arrays, layer: int | None) -> tuple[Arrays, Arrays]:
-    """Both sides' outputs of a layer, or without one, with padding set to zero."""
+    """Outputs of a layer (`_of`) of both sides, with padding set to zero."""
     a, b = _of(expected, layer), _of(actual, layer)
     return fixed_pair(feed, a, b) if layer is None else (as_numbers(a), as_numbers(b))
 
 
 def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
-    """`Case.pairs` for a layer, or without one, from the answers to a case's calls, or to the one chain of its steps."""
+    """`Case.pairs` for a layer (`_of`), from the answers to a case's calls, or to the one chain of its steps."""
     if not case.steps:
         calls = zip(case.feeds, case.expected, found, strict=True)
         return [_pair(*call, layer) for call in calls]

@@ -12,7 +12,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Check:
-    """A fact that must hold besides the compared outputs.
+    """A checked fact besides the compared outputs.
 
     Args:
         name: What must be true, in words: "scales equal the file's".
@@ -40,8 +40,8 @@ class Check:
         numbers = "" if self.value is None else f"{self.value:.3g}"
         numbers += "" if self.value is None or self.bound is None else f", bound {self.bound:.3g}"
         found = "; ".join(filter(None, (self.where, self.what, numbers)))
-        said = "yes" if self.passed else "NO"
-        return f"{self.name}: {said}" + (f", {found}" if found and not self.passed else "")
+        outcome = "yes" if self.passed else "NO"
+        return f"{self.name}: {outcome}" + (f", {found}" if found and not self.passed else "")
 
 
 @dataclass

@@ -49,7 +49,7 @@ DECODE_STEPS = 256
 """More than a chunk, so that chunks are promoted between plain steps."""
 
 WORK = 8.0
-"""Operations for each parameter and token: two in each of two runs, one of which is in a wider type."""
+"""Operations per parameter and token: two in each of two runs; the one in a wider type counts more."""
 
 BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
 
@@ -91,7 +91,7 @@ class Verifier:
     def __init__(self, package: Package, cases: CaseSource, subject: Subject, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.subject, self.replays = package, cases, subject, replays
-        self.asked: tuple[list[Question], Answers] | None = None  # a second run asks nothing
+        self.answered: tuple[list[Question], Answers] | None = None  # a second run asks nothing
         self.ties = ties_of(package.manifest)
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
@@ -112,30 +112,30 @@ class Verifier:
         self.written = dict.fromkeys(behind_norms, NORMED * LAYER_UNIT)
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
-        """Ask the subject, then PyTorch, which follows the subject's choices, and judge. Saves the calls to `folder` (inputs.json,
-        outputs.json) for polygraphy's own command.
+        """Run the subject, then PyTorch with the subject's choices, and compare. Saves the calls to `folder` (inputs.json, outputs.json)
+        for polygraphy's own command.
 
         Args:
-            folder: Made where missing; polygraphy.sh there is the command.
-            progress: Called with cases that the subject answered, layers that PyTorch did, and cases that were compared.
+            folder: Created if missing; polygraphy.sh there is the command.
+            progress: Called with the number of the subject's answers, of PyTorch's layers, and of compared cases.
         """
         import polygraphy.comparator  # noqa: F401  # writes the calls at the end; if it is missing, this fails first
 
         folder.mkdir(parents=True, exist_ok=True)
-        if self.asked is None:
+        if self.answered is None:
             questions = [self.cases.begin(number) for number in range(self.cases.count)]
             progress(self._cost(questions), 0, 1)
             with self.subject.open() as session:  # a missing runtime fails before PyTorch starts
-                self.asked = questions, self.ask(session, questions, progress)
+                self.answered = questions, self.ask(session, questions, progress)
             runner = weakref.ref(session.model)
             del session  # its memory matters more than opening it again
             if runner() is not None:  # free runtime objects that refer to each other
                 gc.collect()
-        questions, asked = self.asked
-        answers = Answers(asked.cases, asked.guessed, [*asked.checks], asked.heads)
+        questions, recorded = self.answered
+        answers = Answers(recorded.cases, recorded.guessed, [*recorded.checks], recorded.heads)
         free_memory()
         self.cases.progress = progress
-        drawn = self.cases.draw(range(self.cases.count), answers.decisions if self.cases.follows else EMPTY)
+        drawn = self.cases.draw(range(self.cases.count), answers.decisions if self.cases.uses_decisions else EMPTY)
         drawn.reverse()
         judged: list[Judged] = []
         sharp = self._by_layer(questions, progress)
@@ -158,21 +158,23 @@ class Verifier:
 
     def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
         """In half precision, if the graph allows further outputs: run calls again and let PyTorch's layers read the runtime's inputs."""
-        if not self.sharp or not self.cases.follows or not self.subject.record.graphs:
+        if not self.sharp or not self.cases.uses_decisions or not self.subject.record.graphs:
             return []
         names = layer_inputs(self.package.path / self.subject.graph, self.package.manifest["model"]["layers"])
-        asked = chosen_for_layers(questions)
-        self.open_layers = BY_LAYER if not names or asked else NO_PROMPT
-        if not names or not asked:
+        chosen = chosen_for_layers(questions)
+        self.open_layers = BY_LAYER if not names or chosen else NO_PROMPT
+        if not names or not chosen:
             return []
         with self.subject.open(names) as session:
-            return self.by_layer(session, asked, progress)
+            return self.by_layer(session, chosen, progress)
 
-    def by_layer(self, session: Session, asked: Mapping[int, Question], progress: Progress = silent) -> list[Judged]:
-        """Cases of a session whose outputs have the layers' inputs."""
+    def by_layer(
+        self, session: Session, questions: Mapping[int, Question], progress: Progress = silent
+    ) -> list[Judged]:
+        """Compare `questions` by layer; outputs of `session` contain the layers' inputs."""
         answers = {}
-        for done, (number, question) in enumerate(asked.items()):
-            progress("asking for layers", done, len(asked))
+        for done, (number, question) in enumerate(questions.items()):
+            progress("asking for layers", done, len(questions))
             answers[number] = ask(session, question, self.ties.shown)
         self.cases.progress = lambda phase, done, total: progress(f"{phase}, each on the runtime's input", done, total)
         judged = []
@@ -186,14 +188,14 @@ class Verifier:
         return judged
 
     def _cost(self, questions: Sequence[Question]) -> str:
-        """The amount of work, and about how long PyTorch takes on this CPU."""
+        """The amount of work and the estimated time of PyTorch on this CPU."""
         tokens = sum(int(feed["new_tokens"].sum()) for each in questions for feed in each.feeds)
         tokens += sum(step.size for each in questions for step in each.steps)
-        said = f"{len(questions)} cases, {tokens:,} tokens"
+        cost = f"{len(questions)} cases, {tokens:,} tokens"
         parameters = self.package.manifest["model"].get("parameters", 0)
-        if not self.cases.follows or not parameters:
-            return said
-        return f"{said}, about {WORK * parameters * tokens / _rate() / 60:.1f} minutes of PyTorch on this CPU"
+        if not self.cases.uses_decisions or not parameters:
+            return cost
+        return f"{cost}, about {WORK * parameters * tokens / _rate() / 60:.1f} minutes of PyTorch on this CPU"
 
     def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
         """All answers of the subject, before the reference runs."""
@@ -222,7 +224,7 @@ class Verifier:
     @property
     def _same_choices(self) -> bool:
         """Whether PyTorch made this subject's choices."""
-        return self.cases.follows or bool(getattr(self.cases, "followed", False))
+        return self.cases.uses_decisions or bool(getattr(self.cases, "has_decisions", False))
 
     def _compared(
         self,
@@ -236,8 +238,8 @@ class Verifier:
         """One case, judged as far as possible before all are known; `total` counts its choices."""
         pairs = case.pairs(answer.outputs)
         if guessed is not None:
-            pairs = [(empty_unread(guessed, ours), empty_unread(guessed, theirs)) for ours, theirs in pairs]
-        if self.subject.watch and not (answer.decisions.seen and self.cases.follows):
+            pairs = [(empty_unread(guessed, expected), empty_unread(guessed, actual)) for expected, actual in pairs]
+        if self.subject.watch and not (answer.decisions.seen and self.cases.uses_decisions):
             case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
         found.expected, found.unreported = expected_ties(case.leads), int(case.open_tokens().sum())
@@ -297,7 +299,7 @@ class Verifier:
         return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
-        """Checks that hold for any correct package."""
+        """Checks that any correct package passes."""
         cases = [each.case for each in judged]
         findings = {each.case.name: each.found for each in judged}
         checks = overflow_checks(
@@ -308,8 +310,8 @@ class Verifier:
         rows, tokens = [], []
         for each in judged:
             for number, logits in each.found.logits.items():
-                own, held = each.case.own[number][LOGITS][0], each.errors[number][LOGITS][0]
-                bound = np.where(np.isnan(held), np.nan, bounds.row_bounds(each.case, number, LOGITS)[0])
+                own, errors = each.case.own[number][LOGITS][0], each.errors[number][LOGITS][0]
+                bound = np.where(np.isnan(errors), np.nan, bounds.row_bounds(each.case, number, LOGITS)[0])
                 rows.append((own[logits.real], logits.spread[logits.real]))
                 tokens.append((each.case.name, number, logits, bound))
         if not checks:

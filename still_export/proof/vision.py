@@ -25,7 +25,7 @@ GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))
 FEATURES = "image_embeds"
 
 
-def theirs(vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
+def transformers_encoder(vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
     """transformers' encoder with the weights of `vision`, computing in `dtype`."""
     model: torch.nn.Module = AutoModel.from_config(vision.config).to(dtype)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
@@ -34,8 +34,8 @@ def theirs(vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Check:
-    """Whether vision.onnx on ONNX Runtime's CPU provider gives the features that transformers gives, each row within the bounds that
-    PyTorch's own run in the package's type sets.
+    """Compare the features of vision.onnx on ONNX Runtime's CPU provider with transformers', within bounds from PyTorch's own run in the
+    package's type.
 
     Args:
         package: Exported with --vision.
@@ -56,7 +56,7 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
 
     @torch.no_grad()
     def features(dtype: torch.dtype) -> Arrays:
-        found = theirs(vision, dtype)(flat.to(dtype), grid_thw=torch.tensor(grids)).pooler_output
+        found = transformers_encoder(vision, dtype)(flat.to(dtype), grid_thw=torch.tensor(grids)).pooler_output
         return {FEATURES: found.double().numpy()[None]}
 
     dtype = package.manifest["model"]["dtype"]
@@ -74,6 +74,7 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     }
     report = Judged.of(case, [(right, dict(found))]).report(FEATURES, Bounds([case], dtype=dtype))
     largest = float(np.abs(right[FEATURES]).max())
-    said = f"errors up to {report.max_abs:.1e} of {largest:.2g} (PyTorch's own mean {report.own_mean_abs:.1e}, ours {report.mean_abs:.1e})"
+    means = f"PyTorch's own mean {report.own_mean_abs:.1e}, ours {report.mean_abs:.1e}"
+    numbers = f"errors up to {report.max_abs:.1e} of {largest:.2g} ({means})"
     failed = f"row {list(report.worst_place)} errs {report.worst:.1e}, bound {report.bound:.1e}"
-    return Check(f"features of images as transformers has them, {said}", report.passed, failed)
+    return Check(f"features of images as transformers has them, {numbers}", report.passed, failed)

@@ -33,7 +33,7 @@ SAVED = (
 APART = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache")
 """Generation settings that change no token."""
 SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
-"""Settings of which a list's first entry counts; suffixes of names of token ids."""
+"""Settings whose first entry counts if they are lists; suffixes of names of token ids."""
 
 
 def check_files(package: Package, source: Path) -> Verdict:
@@ -53,7 +53,7 @@ def _check_texts(package: Package, source: Path) -> Verdict:
     verdict = Verdict()
     path = package.path / TOKENIZER
     try:
-        held = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # of the library's Rust side
         return Verdict.of([Check("the tokenizer is the model's", False, f"it cannot be read: {error}", TOKENIZER)])
     own = _own_tokenizer(source, verdict)
@@ -65,38 +65,38 @@ def _check_texts(package: Package, source: Path) -> Verdict:
     for text in texts:
         for special in (False, True):
             right = list(own(text, add_special_tokens=special)["input_ids"])
-            found = held.encode(text, add_special_tokens=special).ids
+            found = tokenizer.encode(text, add_special_tokens=special).ids
             if right != found:
                 wrong.append(_first_difference(text, right, found))
         back = own.decode(right, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if right == found and held.decode(found) != back:
+        if right == found and tokenizer.decode(found) != back:
             wrong.append(
-                f"the tokens of {text[:SHOWN]!r} become {held.decode(found)[:SHOWN]!r}, the model's {back[:SHOWN]!r}"
+                f"the tokens of {text[:SHOWN]!r} become {tokenizer.decode(found)[:SHOWN]!r}, the model's {back[:SHOWN]!r}"
             )
     written = {token["content"]: token["id"] for token in _json(path).get("added_tokens") or []}
     wrong += [
         f"token {token!r} has the id {found}, the model's {number}"
         for token, number in added
         for found in {
-            held.token_to_id(token),
+            tokenizer.token_to_id(token),
             written.get(token),
         }  # ids of its own that the library has better ones for
         if found != number
     ]
     vocabulary = own.get_vocab()
-    if held.get_vocab() != vocabulary:
-        other = {token for token, number in held.get_vocab().items() if vocabulary.get(token) != number}
-        other |= {token for token in vocabulary if token not in held.get_vocab()}
+    if tokenizer.get_vocab() != vocabulary:
+        other = {token for token, number in tokenizer.get_vocab().items() if vocabulary.get(token) != number}
+        other |= {token for token in vocabulary if token not in tokenizer.get_vocab()}
         wrong.append(f"{len(other)} words have other ids, such as {min(other)!r}")
-    wrong += _other_rules(held, own)
+    wrong += _other_rules(tokenizer, own)
     name = f"the tokenizer reads and writes {len(texts)} texts as the model's"
     verdict.checks.append(Check.of(name, [(TOKENIZER, text) for text in wrong]))
     verdict.checks.append(_check_saved(package, own))
-    verdict.add(_check_chat(package, held, own))
+    verdict.add(_check_chat(package, tokenizer, own))
     return verdict
 
 
-def _other_rules(held: Any, own: Any) -> list[str]:
+def _other_rules(tokenizer: Any, own: Any) -> list[str]:
     """Differences of two tokenizers other than words: merges, splitting rules, flags of special tokens."""
     from tokenizers import Tokenizer
 
@@ -106,16 +106,21 @@ def _other_rules(held: Any, own: Any) -> list[str]:
     model = Tokenizer.from_str(backend.to_str())
     model.no_truncation()
     model.no_padding()
-    found, right = (json.loads(each.to_str()) for each in (held, model))
+    found, right = (json.loads(each.to_str()) for each in (tokenizer, model))
     parts = ((f"{part} of its model", *(e["model"].get(part) for e in (found, right))) for part in right["model"])
     whole = ((part, found.get(part), right[part]) for part in right if part not in ("version", "model"))
     wrong = []
-    for name, ours, theirs in (*parts, *whole):
-        if ours != theirs and name != "vocab of its model":  # words are compared above
-            if isinstance(ours, list) and isinstance(theirs, list):
-                place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
-                name, ours, theirs = f"number {place} of {name}", *((e[place:] or [None])[0] for e in (ours, theirs))
-            wrong.append(f"{name} is {json.dumps(ours)[:SHOWN]}, the model's {json.dumps(theirs)[:SHOWN]}")
+    for name, actual, expected in (*parts, *whole):
+        if actual != expected and name != "vocab of its model":  # words are compared above
+            if isinstance(actual, list) and isinstance(expected, list):
+                place = next(
+                    (i for i, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]), -1
+                )
+                name, actual, expected = (
+                    f"number {place} of {name}",
+                    *((e[place:] or [None])[0] for e in (actual, expected)),
+                )
+            wrong.append(f"{name} is {json.dumps(actual)[:SHOWN]}, the model's {json.dumps(expected)[:SHOWN]}")
     return wrong
 
 
@@ -158,7 +163,7 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
     try:
         try:
             own = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except ValueError:  # a class of the folder's own, whose code is never run
+        except ValueError:  # the folder has its own class, whose code is never run
             if not (source / TOKENIZER).is_file():
                 raise
             own = PreTrainedTokenizerFast.from_pretrained(source)
@@ -199,28 +204,29 @@ def _check_gguf_words(source: Path) -> Verdict:
 
 def _place_of_difference(found: Any, right: Any) -> str:
     """Both sides around the first character in which they differ."""
-    ours, theirs = str(found), str(right)
-    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+    actual, expected = str(found), str(right)
+    place = next((i for i, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, place - SHOWN // 2)
-    return f"{ours[start : start + SHOWN]!r}, the model's {theirs[start : start + SHOWN]!r}"
+    return f"{actual[start : start + SHOWN]!r}, the model's {expected[start : start + SHOWN]!r}"
 
 
 def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> str:
     place = next(
         (i for i, pair in enumerate(zip(right, found, strict=False)) if pair[0] != pair[1]), min(len(right), len(found))
     )
-    ours, theirs = (list(ids[place : place + 4]) for ids in (found, right))
-    return f"{text[:SHOWN]!r} becomes {len(found)} tokens, the model's {len(right)}; from number {place} on {ours}, the model's {theirs}"
+    actual, expected = (list(ids[place : place + 4]) for ids in (found, right))
+    counts = f"{len(found)} tokens, the model's {len(right)}"
+    return f"{text[:SHOWN]!r} becomes {counts}; from number {place} on {actual}, the model's {expected}"
 
 
-def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
+def _check_chat(package: Package, tokenizer: Any, own: Any) -> Verdict:
     """Compare the package's chats with the model's template: texts and tokens."""
     name = "the chat format is the model's"
     template, chat = bool(getattr(own, "chat_template", None)), package.manifest.get("chat")
     if not template or not chat:
         wrong = ["the model has none"] * (not template and bool(chat)) + ["the model has one"] * (template and not chat)
         return Verdict.of([Check(name, False, wrong[0], "manifest.json: chat")] if wrong else [])
-    text, asked = Text(Silent(package.path, package.manifest)), 0  # type: ignore[arg-type]
+    text, compared = Text(Silent(package.path, package.manifest)), 0  # type: ignore[arg-type]
     wrong = [
         f"{what} is {_place_of_difference(chat.get(what), right)}"
         for what, right in _chat_of(own).items()
@@ -241,10 +247,10 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
         if right is None:
             wrong.append(f"{len(messages)} messages are accepted that the model's template refuses ({reason})")
             continue
-        asked += 1
+        compared += 1
         if (ids := own(right, add_special_tokens=False)["input_ids"]) != found:
             wrong.append(_first_difference(f"{len(messages)} messages", ids, found))
-    if not asked and not wrong:
+    if not compared and not wrong:
         return Verdict(not_asked=["chats: the model's template accepts none of those that are asked"])
     return Verdict.of([Check.of(name, [("manifest.json: chat", text) for text in wrong])])
 
@@ -255,7 +261,7 @@ def _chat_of(own: Any) -> dict[str, Any]:
     templates = dict(own_template) if isinstance(own_template, Mapping) else {"default": str(own_template)}
     found = ChatFormat(templates, dict(own.special_tokens_map))
     start = ""
-    with contextlib.suppress(RunError):  # a template that takes no message alone
+    with contextlib.suppress(RunError):  # the template does not accept a single message
         start = found.start()
     return {**found.to_dict(), "start": start}
 
@@ -269,7 +275,7 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         reader = GGUFReader(source)
         fields = {name: reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in GGUF_IDS}
         ids = {name: int(f.contents()) for name, f in fields.items() if f is not None}
-        said = {own: ids[name] for name, own in GGUF_IDS.items() if own and name in ids}
+        settings = {own: ids[name] for name, own in GGUF_IDS.items() if own and name in ids}
         right, more = ({ids[name] for name in part if name in ids} for part in (("eos",), ("eos", "eot", "eom")))
         kinds = reader.get_field("tokenizer.ggml.token_type")
         more |= set() if kinds is None else {i for i, kind in enumerate(kinds.contents()) if kind in CONTROL}
@@ -277,49 +283,49 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         config = _json(source / "config.json")
         config = {**config.get("text_config", {}), **config}
         own = {name: config[name] for name in (*SINGLE, "eos_token_id") if config.get(name) is not None}
-        said = _json(source / GENERATION) or own
-        right = _ids(said.get("eos_token_id"))
+        settings = _json(source / GENERATION) or own
+        right = _ids(settings.get("eos_token_id"))
         more = right | _ids(_end_of_tokenizer(source))
     saved, where = _ids(_json(package.path / GENERATION).get("eos_token_id")), "manifest.json: eos_token_ids"
     wrong = "" if right <= known <= more else f"they are {sorted(known)}, the model's {sorted(right)}"
     if not wrong and saved != known:
         wrong, where = f"they are {sorted(saved)} in {GENERATION} and {sorted(known)} in manifest.json", GENERATION
     ends = Check("end tokens are the model's", not wrong, wrong, where * bool(wrong))
-    return Verdict.of([_check_settings(package, said, not (source / GENERATION).is_file()), ends])
+    return Verdict.of([_check_settings(package, settings, not (source / GENERATION).is_file()), ends])
 
 
 def _end_of_tokenizer(source: Path) -> int | None:
-    said = _json(source / TOKENIZER_CONFIG).get("eos_token")
-    token = said.get("content") if isinstance(said, Mapping) else said
+    entry = _json(source / TOKENIZER_CONFIG).get("eos_token")
+    token = entry.get("content") if isinstance(entry, Mapping) else entry
     words = _json(source / TOKENIZER).get("added_tokens") or []
     return next((int(word["id"]) for word in words if word.get("content") == token), None)
 
 
-def _check_settings(package: Package, said: Mapping[str, Any], configured: bool) -> Check:
-    """Compare generation settings in both directions. A model without them (`configured`) may have token ids of its class."""
+def _check_settings(package: Package, settings: Mapping[str, Any], configured: bool) -> Check:
+    """Compare generation settings in both directions; a model without them (`configured`) may have token ids of its class."""
     from transformers import GenerationConfig
 
-    first = {name: _first(said[name]) for name in SINGLE if name in said}
+    first = {name: _first(settings[name]) for name in SINGLE if name in settings}
     right, found = (
         GenerationConfig(**{k: v for k, v in each.items() if k not in APART}).to_dict()
-        for each in ({**said, **first}, _json(package.path / GENERATION))
+        for each in ({**settings, **first}, _json(package.path / GENERATION))
     )
-    asked = set(said) | {name for name in found.keys() | right.keys() if not (configured and name.endswith(IDS))}
+    names = set(settings) | {name for name in found.keys() | right.keys() if not (configured and name.endswith(IDS))}
     wrong = [
         f"{name} is {found.get(name)!r}, the model's {right.get(name)!r}"
-        for name in sorted(asked.difference(APART))
+        for name in sorted(names.difference(APART))
         if found.get(name) != right.get(name)
     ]
     return Check("generation settings are the model's", not wrong, "; ".join(wrong[:4]), GENERATION * bool(wrong))
 
 
-def _first(said: Any) -> Any:
-    return (said or [None])[0] if isinstance(said, list) else said
+def _first(value: Any) -> Any:
+    return (value or [None])[0] if isinstance(value, list) else value
 
 
-def _ids(said: Any) -> set[int]:
+def _ids(value: Any) -> set[int]:
     """Token ids without negative ones."""
-    found = () if said is None else said if isinstance(said, (list, tuple)) else (said,)
+    found = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
     return {int(x) for x in found if int(x) >= 0}
 
 

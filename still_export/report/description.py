@@ -57,7 +57,7 @@ class Lines:
 
     @classmethod
     def of_state(cls, title: str, name: str, sizes: Sequence[Mapping[str, int]]) -> Lines:
-        """The state's size by context, as of `package.inspect.state_sizes`, and that of full attention's cache."""
+        """Sizes of the state and of full attention's cache by context, from `package.inspect.state_sizes`."""
         keys = {name: "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
         series = {line: [(row["tokens"], row[key] / 1e6) for row in sizes] for line, key in keys.items()}
         return cls(title, "context, tokens", "size, MB", series, log_x=True, log_y=True)

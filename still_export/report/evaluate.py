@@ -80,13 +80,13 @@ def _mean(by_length: Mapping[Any, list[float]]) -> float:
 
 def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """The model in one line, next to the teacher if there is one; or every package."""
-    said, names = [], list(dict.fromkeys([*bits, *found]))
+    lines, names = [], list(dict.fromkeys([*bits, *found]))
     for variant in [v for v in ("still", "teacher") if v in names] if "still" in names else names:
         values = list(bits.get(variant, {}).values())
         shares = [f"{plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
         measured = [f"{sum(values) / len(values):.4f} bits per byte"] if values else []
-        said.append(f"{variant}: {', '.join(measured + shares)}")
-    return "; ".join(said) or "Nothing was measured."
+        lines.append(f"{variant}: {', '.join(measured + shares)}")
+    return "; ".join(lines) or "Nothing was measured."
 
 
 def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> Table:

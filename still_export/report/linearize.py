@@ -70,11 +70,11 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
         for name, v in content["recipe"].items()
         if v is not None
     ]
-    said = "; ".join(f"{name} {value:.4f}" for name, value in bits.items())
+    scores = "; ".join(f"{name} {value:.4f}" for name, value in bits.items())
     seconds = sum(stage["seconds"] for stage in stages)
     return Report(
         title=f"{model}: linearized from {content['recipe']['base']}",
-        verdict=f"Bits per byte of held-out text: {said}. Training took {seconds:,.0f} s.",
+        verdict=f"Bits per byte of held-out text: {scores}. Training took {seconds:,.0f} s.",
         findings=[trained(content["recipe"], stages), _softmax(content)],
         parts=[
             *([_promises(content["plan"])] if content.get("plan") else []),
@@ -97,14 +97,14 @@ def trained(recipe: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> s
         parts.append(f"the new layers' own weights, which imitate the base's attention ({steps['transfer']})")
     if "finetune" in steps:
         parts.append(f"LoRA of the base's projections ({steps['finetune']})")
-    said = f"Trained: {', then '.join(parts)}." if parts else "Nothing was trained."
+    text = f"Trained: {', then '.join(parts)}." if parts else "Nothing was trained."
     linear = "transfer" in steps or (
         "finetune" in steps and (recipe.get("finetune_maps") or recipe.get("mixer") in WITH_MAPS)
     )
     if not linear and recipe.get("mixer", "still") == "still":
-        said += " No linear part was trained: feature maps and gates have their initial values, and exact attention to selected tokens"
-        said += " and the window carries the model."
-    return said
+        text += " No linear part was trained: feature maps and gates have their initial values, and exact attention to selected tokens"
+        text += " and the window carries the model."
+    return text
 
 
 def _softmax(content: Mapping[str, Any]) -> str:
@@ -122,9 +122,12 @@ def _promises(plan: dict[str, Any]) -> Table:
         "found": f"{reached['found']} of {reached['asked']} facts, the base {base['found']}",
         "time": f"{plan['minutes']:.1f} minutes",
     }
-    asked = dict(part.split(" ", 1) for part in plan["budget"].split(", "))
-    asked["time"] += " minutes"
-    rows = [[PROMISES[name], asked.get(name, "any"), values[name], said] for name, said in plan["promises"].items()]
+    requested = dict(part.split(" ", 1) for part in plan["budget"].split(", "))
+    requested["time"] += " minutes"
+    rows = [
+        [PROMISES[name], requested.get(name, "any"), values[name], verdict]
+        for name, verdict in plan["promises"].items()
+    ]
     failed = frozenset(number for number, row in enumerate(rows) if row[3] != "met")
     return Table(f"Budget: {plan['budget']}", ["promise", "asked", "reached", "verdict"], rows, failed=failed)
 

@@ -113,7 +113,7 @@ class Runner(Decoder):
         """Reserve room for `tokens` more tokens of every sequence, or [R] of the sequences from `first` on; the state stays.
 
         Raises:
-            RunError: They are more than the package holds; nothing is changed then.
+            RunError: They exceed the package's capacity; nothing is changed then.
         """
         seen = self.length if np.ndim(tokens) == 0 else self.length[first : first + np.size(tokens)]
         needed = int((seen + tokens).max())
@@ -125,9 +125,9 @@ class Runner(Decoder):
         """Reserve room in counted states for `tokens` more tokens, or for them after `arrays`, states of sequences."""
         if not self._counted_rows:
             return
-        held = {} if arrays is None else self._rows_used(arrays)
-        most = {n: max(rows, held[n]) if held else rows for n, rows in self._used_rows.items()}
-        if any(rows + tokens > self._counted_rows[n] for n, rows in most.items()) and not held:
+        used = {} if arrays is None else self._rows_used(arrays)
+        most = {n: max(rows, used[n]) if used else rows for n, rows in self._used_rows.items()}
+        if any(rows + tokens > self._counted_rows[n] for n, rows in most.items()) and not used:
             most = self._rows_used(self._views())
         self._used_rows = {n: rows + tokens for n, rows in most.items()}
         full = {n: rows for n, rows in self._used_rows.items() if rows > self._counted_rows[n]}
@@ -203,8 +203,7 @@ class Runner(Decoder):
         """Like `feed`, for at most 1 + `guesses` tokens, but states change only with `accept`.
 
         Returns:
-            Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]; a sequence that brings n tokens has theirs in its last n
-            rows.
+            Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]. A sequence with n new tokens uses its last n rows.
 
         Raises:
             RunError: The package was exported without --speculate, this runner accepts no guesses, or they are too many.
@@ -225,7 +224,7 @@ class Runner(Decoder):
         return likeliest(found) if greedy and found.ndim > 2 else found
 
     def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
-        """See `guess`; stores the call in `guessed`. May return logits even with `greedy`."""
+        """See `guess`; stores the call in `guessed` and may return logits even with `greedy`."""
         raise NotImplementedError
 
     def accept(self, accepted: np.ndarray) -> None:
@@ -237,15 +236,17 @@ class Runner(Decoder):
         call = self.guessed
         if call is None:
             raise RunError("nothing was guessed, or another call was made since.")
-        given, brought = np.asarray(accepted, np.int64), call.brought[call.part]
-        if given.shape != brought.shape or (given < 0).any() or (given > brought).any():
-            raise RunError(f"accepted={given.tolist()} of the {brought.tolist()} tokens that the sequences brought.")
-        held = np.zeros_like(call.brought)
-        held[call.part] = given
-        self._hold(call, held)
+        counts, new_tokens = np.asarray(accepted, np.int64), call.new_tokens[call.part]
+        if counts.shape != new_tokens.shape or (counts < 0).any() or (counts > new_tokens).any():
+            raise RunError(
+                f"accepted={counts.tolist()} of the {new_tokens.tolist()} tokens of the last guess. Accept at most these."
+            )
+        all_counts = np.zeros_like(call.new_tokens)
+        all_counts[call.part] = counts
+        self._apply(call, all_counts)
         self.guessed = None
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         """Set states and lengths to those after the first `accepted` [R] tokens of the call."""
         raise NotImplementedError
 
@@ -257,7 +258,7 @@ class Runner(Decoder):
         """Set one sequence to `arrays`, which `take` returned after `length` tokens; the others are unchanged.
 
         Raises:
-            RunError: They are more tokens than the package holds; nothing is changed then.
+            RunError: They exceed the package's capacity; nothing is changed then.
         """
         self.check_capacity(length)
         if length > self.room:
@@ -272,11 +273,11 @@ class Runner(Decoder):
         """The state of one sequence by name, [1, ...], cut to used rows; the next call may overwrite it."""
         length = int(self.length[sequence])
         arrays = {n: array[sequence : sequence + 1] for n, array in self._views().items()}
-        held = self._rows_used(arrays) if self._counted_rows else {}
+        used = self._rows_used(arrays) if self._counted_rows else {}
 
         def shapes(tokens: int) -> dict[str, tuple[int, ...]]:
             rows = self.table.rows(tokens)
-            return self.table.shapes(1, rows | {n: min(rows[n], most) for n, most in held.items()})
+            return self.table.shapes(1, rows | {n: min(rows[n], most) for n, most in used.items()})
 
         heads = shapes(max(length - 1, 0))  # the first token has no row there
         sizes = shapes(length) | {name: shape for name, shape in heads.items() if name.startswith(AHEAD)}
@@ -315,24 +316,24 @@ class Runner(Decoder):
             RunError: A tensor is missing or has another shape or dtype.
         """
         for state in self.table:
-            array, wanted = arrays.get(state.name), np.dtype(NUMPY_TYPES[state.dtype])
+            array, dtype = arrays.get(state.name), np.dtype(NUMPY_TYPES[state.dtype])
             shape = [d if isinstance(d, int) else "any" for d in state.shape]
             if array is None:
-                raise RunError(f"state {state.name} is missing; expected {shape} {wanted}.")
+                raise RunError(f"state {state.name} is missing; expected {shape} {dtype}.")
             fits = len(shape) == array.ndim and all(w in ("any", g) for w, g in zip(shape, array.shape, strict=True))
-            if not fits or array.dtype != wanted:
-                raise RunError(f"state {state.name}: expected {shape} {wanted}, got {list(array.shape)} {array.dtype}.")
+            if not fits or array.dtype != dtype:
+                raise RunError(f"state {state.name}: expected {shape} {dtype}, got {list(array.shape)} {array.dtype}.")
         self.start(len(length), int(np.max(length)) + more)
         self._reserve_counted(more, arrays)
-        held = {}
+        states = {}
         shapes = self.state_shapes()
         for state in self.table:
             target = np.zeros(shapes[state.name], NUMPY_TYPES[state.dtype])
             # Rows after `length` tokens are empty: a smaller room loses nothing.
             part = tuple(slice(0, min(n, m)) for n, m in zip(arrays[state.name].shape, target.shape, strict=True))
             target[part] = arrays[state.name][part]
-            held[state.name] = target
-        self._write_states(held)
+            states[state.name] = target
+        self._write_states(states)
         self.length = np.asarray(length, np.int64).copy()
 
     def peak_mb(self) -> float:

@@ -42,12 +42,12 @@ class Conversation:
         sampling: How tokens are chosen.
         system: System message.
         stop: Texts that end an answer.
-        prefix: What was read before the first message (see `Text.opening`); it stays.
-        prefixes: Keeps the states of turns, so that none is read again after `back`.
+        prefix: State before the first message (see `Text.opening`); it stays.
+        prefixes: Caches the states of turns, so that `back` needs no reading.
         arguments: Of the chat template, such as `enable_thinking`.
 
     Raises:
-        RunError: The package has no chat template, or none for a system message: said before anyone types one.
+        RunError: The package has no chat template, or its template accepts no system message.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Conversation:
         prompt = self._prompt(self.turns, message)
         self._check_room(message, len(prompt))
         settled = self._settled(message, prompt) if self._reader.cache else 0
-        known, told = self._reader.begin(prompt, progress, settled)
+        known, progress = self._reader.begin(prompt, progress, settled)
         answer = Answer(
             self.model,
             self.text,
@@ -100,7 +100,7 @@ class Conversation:
             self.tokens,
             self.sampling,
             stop=self.stop,
-            progress=told,
+            progress=progress,
             stopped=stopped,
             cached=known,
             before=prompt[:known],
@@ -120,14 +120,14 @@ class Conversation:
 
     def _prompt(self, turns: Sequence[tuple[str, Message]], message: str) -> list[int]:
         """Token ids of the chat after the prefix."""
-        said: list[Message] = [m for user, answer in turns for m in ({"role": "user", "content": user}, answer)]
-        said.append({"role": "user", "content": message})
+        messages: list[Message] = [m for user, answer in turns for m in ({"role": "user", "content": user}, answer)]
+        messages.append({"role": "user", "content": message})
         if self.prefix is not None:
-            behind = self.text.dialogue(said, self.prefix.place, arguments=self.arguments)
+            behind = self.text.dialogue(messages, self.prefix.place, arguments=self.arguments)
             return [*self.prefix.unread, *behind]
         if self.system is not None:
-            said.insert(0, {"role": "system", "content": self.system})
-        return self.text.dialogue(said, arguments=self.arguments)
+            messages.insert(0, {"role": "system", "content": self.system})
+        return self.text.dialogue(messages, arguments=self.arguments)
 
     def _settled(self, message: str, prompt: list[int]) -> int:
         """Length of the prefix of `prompt` that stays the same after another turn: templates drop reasoning of earlier answers."""
@@ -136,7 +136,7 @@ class Conversation:
     def _check_room(self, message: str, prompt: int) -> None:
         table = self.model.table
         before = self.prefix.length if self.prefix else 0
-        before, rows = self.model.feeding.given(before), self.model.feeding.length
+        before, rows = self.model.feeding.text_tokens(before), self.model.feeding.length
         if not table.bounded or not self.turns:
             return  # `generate` refuses a single message that is too long
         for gone in range(len(self.turns) + 1):

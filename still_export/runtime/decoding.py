@@ -46,17 +46,17 @@ class Guess:
     """A call with guessed tokens that waits for `accept`.
 
     Args:
-        apart: States after some of the tokens are not those after all of them.
-        first: First of its sequences.
-        part: Of them those that were asked.
-        brought: Number of tokens of each, [R].
+        apart: The new states lie in a second buffer, because rejecting tokens changes them.
+        first: First sequence of the call.
+        part: The caller's sequences among those of the call.
+        new_tokens: Number of new tokens of each sequence, [R].
         tokens: Columns of the call.
     """
 
     apart: bool
     first: int
     part: slice
-    brought: np.ndarray
+    new_tokens: np.ndarray
     tokens: int
 
 
@@ -146,7 +146,7 @@ class Decoder(ABC):
         """
         stops, prompt = set(stop), list(prompt)
         feeding = self.feeding
-        self.check_capacity(feeding.length(feeding.given(int(self.length[0])) + len(prompt) + count - 1))
+        self.check_capacity(feeding.length(feeding.text_tokens(int(self.length[0])) + len(prompt) + count - 1))
         token = sampling.choose(self.prefill(prompt, progress))
         rest = self._sampled(token, count - 1, sampling)
         if self.speculation is not None:
@@ -162,35 +162,35 @@ class Decoder(ABC):
     def _guessing(
         self, token: int, count: int, sampling: Sampling, speculation: Speculation, known: list[int]
     ) -> Iterator[int]:
-        """Yields the same as `_sampled`, in steps with guesses. Each token is chosen from its own logits by one random number, so the
-        distribution is the same."""
+        """Yields the same as `_sampled`, in steps with guesses."""
+        # Each token is chosen from its own logits by one random number, so the distribution is the same.
         guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
         while count > 0:
             begun = time.perf_counter()
             guesses = speculation.guess(guesser, count - 1)
             if guesses:
                 rows = self.guess(np.array([[token, *guesses]]), greedy=greedy)[0]
-                call, said = self.guessed, list[int]()
+                call, chosen = self.guessed, list[int]()
                 spent = time.perf_counter() - begun
                 try:
                     for row, guess in zip(rows, [*guesses, -1], strict=True):
-                        said.append(checked_token(int(row)) if greedy else sampling.choose(row))
-                        yield said[-1]
-                        if said[-1] != guess:
+                        chosen.append(checked_token(int(row)) if greedy else sampling.choose(row))
+                        yield chosen[-1]
+                        if chosen[-1] != guess:
                             break
                 finally:  # also if the caller stops: everything yielded was fed, except the last
                     if self.guessed is call:
                         begun = time.perf_counter()
-                        self.accept(np.array([len(said)]))
+                        self.accept(np.array([len(chosen)]))
                         spent += time.perf_counter() - begun
-                speculation.guessed(spent, [len(guesses)], [len(said) - 1])
+                speculation.guessed(spent, [len(guesses)], [len(chosen) - 1])
             else:
                 last = np.array([token])
-                said = [int(next(self.greedy(last, 1))[0]) if greedy else sampling.choose(self.step(last)[0])]
+                chosen = [int(next(self.greedy(last, 1))[0]) if greedy else sampling.choose(self.step(last)[0])]
                 speculation.plain(time.perf_counter() - begun)
-                yield said[0]
-            guesser.extend(said)
-            count, token = count - len(said), said[-1]
+                yield chosen[0]
+            guesser.extend(chosen)
+            count, token = count - len(chosen), chosen[-1]
 
     def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
         for _ in range(count):

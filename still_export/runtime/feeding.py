@@ -14,9 +14,9 @@ class Feeding:
     """A model's feeding rules.
 
     Args:
-        every: Tokens of a text behind which the runner inserts one; 0: nowhere.
-        token: The id that is inserted.
-        whole_prompts: The model decides by all of a prompt, which is one call and continues no other.
+        every: The runner inserts a token after every so many tokens of the text; 0: never.
+        token: The inserted id.
+        whole_prompts: The model needs the whole prompt in one call, which continues no earlier state.
     """
 
     every: int = 0
@@ -30,21 +30,21 @@ class Feeding:
         inserted = found.get("inserted") or {}
         return cls(inserted.get("every", 0), inserted.get("id", 0), bool(found.get("whole_prompts")))
 
-    def given(self, length: int) -> int:
+    def text_tokens(self, length: int) -> int:
         """Tokens of the text in a sequence of `length` tokens."""
         return length - length // (self.every + 1) if self.every else length
 
-    def length(self, given: int) -> int:
-        """Tokens of a sequence for a text of `given` tokens."""
-        return given + given // self.every if self.every else given
+    def length(self, tokens: int) -> int:
+        """Tokens of a sequence for a text of `tokens` tokens."""
+        return tokens + tokens // self.every if self.every else tokens
 
     def fed(self, tokens: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens to feed for `tokens` [.., T] of a text after `length` tokens, and for each of the T the index of the logits after it:
-        those of an inserted token, if one follows."""
+        """Returns (tokens to feed for `tokens` [.., T] of a text after `length` tokens, places [T]). Logits after token t lie at
+        places[t]: after the inserted token, if one follows."""
         places = np.arange(tokens.shape[-1])
         if not self.every:
             return tokens, places
-        known = self.given(length)
+        known = self.text_tokens(length)
         places = places + (known + places) // self.every - known // self.every
         found = np.full((*tokens.shape[:-1], self.length(known + tokens.shape[-1]) - length), self.token, tokens.dtype)
         found[..., places] = tokens

@@ -102,10 +102,10 @@ class Graph:
             )
 
     def _state(self, past: str, present: str, head_size: int) -> ForeignState:
-        """The growing dimension is the one whose name differs between input and output."""
-        given, made = self.inputs[past], self.outputs[present]
+        """The state in `past` and `present`; its growing dimension has different names in the two."""
+        past_value, present_value = self.inputs[past], self.outputs[present]
         shape, grows = [], False
-        for axis, (size, after) in enumerate(zip(given.shape, made.shape, strict=True)):
+        for axis, (size, after) in enumerate(zip(past_value.shape, present_value.shape, strict=True)):
             if axis == 0:
                 continue
             if isinstance(size, int):
@@ -115,7 +115,7 @@ class Graph:
                 grows = True
             else:
                 shape.append(head_size)
-        return ForeignState(shared_name(past), past, present, TYPES[given.type], tuple(shape), grows)
+        return ForeignState(shared_name(past), past, present, TYPES[past_value.type], tuple(shape), grows)
 
     def one_token(self) -> bool:
         """Whether its calls have one token each."""
@@ -127,11 +127,11 @@ class ForeignModel:
 
     Args:
         path: A folder with genai_config.json, with a graph named as optimum-onnx and transformers.exporters name it, or an ONNX file.
-        head_size: Of the model; what genai_config.json says goes before.
+        head_size: Of the model, unless genai_config.json has one.
 
     Raises:
         PackageError: Nothing is there, or it cannot be read.
-        UnsupportedError: It has no states, or inputs that are not understood.
+        UnsupportedError: It has no states, or unknown inputs.
     """
 
     def __init__(self, path: Path, head_size: int) -> None:
@@ -147,7 +147,7 @@ class ForeignModel:
         self.states = self.next.states
         self.apart = len(files) > 1
         self.batch = 0
-        self.held: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}
         self.mask = np.zeros((0, 0), np.int64)
 
     def takes(self, name: str) -> bool:
@@ -156,7 +156,7 @@ class ForeignModel:
 
     def start(self, batch: int) -> None:
         """Empty the states."""
-        self.batch, self.held, self.mask = batch, {}, np.zeros((batch, 0), np.int64)
+        self.batch, self.arrays, self.mask = batch, {}, np.zeros((batch, 0), np.int64)
 
     def feed(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         """Logits [B, T, vocabulary] of more tokens [B, T].
@@ -167,27 +167,27 @@ class ForeignModel:
         Raises:
             UnsupportedError: The call does not fit the graph, or ONNX Runtime refuses it.
         """
-        graph = self.next if self.held or not self.apart else self.first
+        graph = self.next if self.arrays or not self.apart else self.first
         self.mask = np.concatenate([self.mask, np.ones_like(tokens) if mask is None else mask], 1)
         positions = (self.mask.cumsum(1) - 1).clip(0)[:, -tokens.shape[1] :]
-        given: dict[str, np.ndarray] = {TOKENS: tokens}
+        inputs: dict[str, np.ndarray] = {TOKENS: tokens}
         if MASK in graph.inputs:
-            given[MASK] = self.mask
+            inputs[MASK] = self.mask
         if POSITIONS in graph.inputs:
             wide = len(graph.inputs[POSITIONS].shape) == ROWS
-            given[POSITIONS] = np.stack([positions] * ROWS) if wide else positions
+            inputs[POSITIONS] = np.stack([positions] * ROWS) if wide else positions
         for state in graph.states:
             empty = np.zeros((self.batch, *state.shape), state.dtype)
-            given[state.past] = self.held.get(state.name, empty)
-        given = {name: x.astype(TYPES[graph.inputs[name].type], copy=False) for name, x in given.items()}
+            inputs[state.past] = self.arrays.get(state.name, empty)
+        inputs = {name: x.astype(TYPES[graph.inputs[name].type], copy=False) for name, x in inputs.items()}
         names = ["logits", *graph.presents.values()]
         try:
-            found = dict(zip(names, graph.session.run(names, given), strict=True))
+            found = dict(zip(names, graph.session.run(names, inputs), strict=True))
         except Exception as error:  # what ONNX Runtime raises has no common class
             raise UnsupportedError(
                 f"{graph.path.name} refuses {list(tokens.shape)} tokens: {_reason(error)}"
             ) from error
-        self.held = {name: found[present] for name, present in graph.presents.items()}
+        self.arrays = {name: found[present] for name, present in graph.presents.items()}
         logits: np.ndarray = found["logits"]
         return logits.astype(np.float32)
 

@@ -47,8 +47,8 @@ class Head:
         """Drop waiting tokens of one sequence."""
         self._waiting[sequence] = []
 
-    def follow(self, first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
-        """Add what R sequences from `first` on have read.
+    def add(self, first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
+        """Add tokens that R sequences from `first` on have read.
 
         Args:
             tokens: [R, T].

@@ -11,11 +11,11 @@ import numpy as np
 
 
 def image_positions(seen: np.ndarray, grids: Sequence[Sequence[int]], merge: int, first: int = 0) -> np.ndarray:
-    """Positions int64 [3, T] of a prompt; the token behind it has their largest number + 1.
+    """Positions int64 [3, T] of a prompt; the next token's is their maximum + 1.
 
     Args:
-        seen: Which of the T tokens stand for images: a run of them for each image, or frame of a video.
-        grids: Time, rows and columns of patches of each image, as transformers' processor says them; of a frame the time is 1.
+        seen: Mask [T] of image tokens: one run for each image, or frame of a video.
+        grids: Time, rows and columns of patches of each image, from transformers' processor; a frame's time is 1.
         merge: Number of patches in a row that become one token.
         first: Position of the first token.
 

@@ -48,18 +48,18 @@ states, and copies do too, so spare room costs time."""
 class OrtModel(Runner):
     """A package's model in ONNX Runtime.
 
-    States that the manifest allows to be written in place are, and with kernels all are; the others alternate between two buffers, so a
-    call allocates nothing but its logits.
+    States that the manifest allows, and with kernels all states, are updated in place. The others alternate between two buffers. So a call
+    allocates only its logits.
 
     Args:
         folder: The package.
-        threads: Intra-op threads, 0 = OMP_NUM_THREADS, where that is not set ONNX Runtime's choice.
+        threads: Intra-op threads; 0: OMP_NUM_THREADS, or ONNX Runtime's choice if it is not set.
         provider: "cpu" or "cuda".
         profile: Write ONNX Runtime's profile of each session into the working directory.
-        check: Compare the weights with their hashes, beside loading them.
-        replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
-        watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
-        bodies: Function bodies run, though the package has kernels.
+        check: Compare the weights with their hashes while loading them.
+        replay: Replay single steps from CUDA graphs, which needs the package's CUDA kernels; None: if it has them.
+        watched: (graph with further outputs, their names). `seen` then has (lengths before, new tokens, these outputs) of each call.
+        bodies: Run function bodies even if the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -128,7 +128,7 @@ class OrtModel(Runner):
             self.speculation = Speculation(self.guesses, lambda tokens, sequence: Ahead(head, tokens, sequence))
         others = [self.head.session] if self.head else []
         check_graph(self.session, self.manifest, self.folder / "manifest.json", *others)
-        self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
+        self.returns_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self.values = Values(self.device)
         self.states = States(self.table, self.values, self.native is not None)
         self.bindings, self.captures = Bindings(self), Replays(self)
@@ -138,9 +138,9 @@ class OrtModel(Runner):
         self._mapped.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
-        """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
+        """As of Runner. The adapter is bound to inputs that are otherwise empty; the weights do not change.
 
-        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) do not reach a call with I/O binding.
+        ONNX Runtime's own adapters (`RunOptions.add_active_adapter`) have no effect on calls with I/O binding.
         """
         dtype = self.manifest["model"]["dtype"]
         if dtype == "bfloat16" and inputs:
@@ -169,27 +169,30 @@ class OrtModel(Runner):
         self.captures.clear()
 
     def feed_seen(
-        self, input_ids: np.ndarray, given: Mapping[str, np.ndarray], new_tokens: np.ndarray | None = None
+        self, input_ids: np.ndarray, inputs: Mapping[str, np.ndarray], new_tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        """As `feed`, of all sequences, with what images stand for: `inputs_embeds` [B, T, C] in the place of tokens whose id is -1,
-        `position_ids` [3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated.
+        """`feed` for all sequences, with images.
+
+        Args:
+            inputs: `inputs_embeds` [B, T, C] replaces tokens of id -1; `position_ids` [3, B, T] are time, height and width, -1: the
+                token's own position. Dimensions of 1 are repeated.
 
         Raises:
             RunError: The package was exported without --vision, the inputs have other names, or not all sequences are fed.
         """
-        if not self.manifest.get("vision") or not set(given) <= set(GIVEN) or len(input_ids) != self.batch:
+        if not self.manifest.get("vision") or not set(inputs) <= set(GIVEN) or len(input_ids) != self.batch:
             raise RunError(
-                f"given {', '.join(given) or 'nothing'} for {len(input_ids)} of {self.batch} sequences: packages exported with --vision "
+                f"given {', '.join(inputs) or 'nothing'} for {len(input_ids)} of {self.batch} sequences: packages exported with --vision "
                 f"take {' and '.join(GIVEN)}, of all sequences at once."
             )
         types = dict(zip(GIVEN, (self.manifest["model"]["dtype"], "int64"), strict=True))
-        self.bindings.given = {
-            n: self.values.tensor(np.ascontiguousarray(x, NUMPY_TYPES[types[n]]), types[n]) for n, x in given.items()
+        self.bindings.image_inputs = {
+            n: self.values.tensor(np.ascontiguousarray(x, NUMPY_TYPES[types[n]]), types[n]) for n, x in inputs.items()
         }
         try:
             return self.feed(input_ids, new_tokens)
         finally:
-            self.bindings.given = {}
+            self.bindings.image_inputs = {}
             self.bindings.clear()  # with the inputs of this call
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
@@ -202,8 +205,8 @@ class OrtModel(Runner):
         values = self._replay(input_ids, counts)
         self.guessed = Guess(False, 0, slice(0, self.batch), counts, input_ids.shape[1])
         if self.head:
-            self._brought = input_ids, values[LAST_HIDDEN].numpy()
-        return self.values.floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
+            self._last_read = input_ids, values[LAST_HIDDEN].numpy()
+        return self.values.floats(values[NEXT_TOKEN if greedy and self.returns_token else "logits"])
 
     def _open_graph(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
@@ -228,10 +231,10 @@ class OrtModel(Runner):
     def _failure(self, error: Exception) -> RunError:
         return RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}")
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         first, count, tokens = call.first, len(accepted), call.tokens
-        # Where all tokens of all sequences hold, the states after the call are those.
-        if call.apart and count == self.batch and np.array_equal(accepted, call.brought):
+        # If all tokens of all sequences are accepted, the states after the call are valid.
+        if call.apart and count == self.batch and np.array_equal(accepted, call.new_tokens):
             self.states.swap_apart()
         elif call.apart:
             binding, inputs = self.bindings.of(first, count, tokens, FOLDED)
@@ -240,8 +243,8 @@ class OrtModel(Runner):
             self.run_apart(self.fold, binding)
         self._advance(slice(first, first + count), accepted)
         if self.head:
-            ids, hidden = self._brought
-            self.head.follow(first, ids, accepted, hidden)
+            ids, hidden = self._last_read
+            self.head.add(first, ids, accepted, hidden)
 
     def _advance(self, sequences: slice, counts: np.ndarray) -> None:
         """The sequences have seen so many tokens more, and what was not written in place lies in the other buffers."""
@@ -250,12 +253,12 @@ class OrtModel(Runner):
         self.states.swap()
 
     def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        """As of Runner; logits stay on the device where the graph says which token is the likeliest."""
-        if not self.says_token:
+        """As of Runner; logits stay on the device if the graph returns the likeliest token."""
+        if not self.returns_token:
             return super().feed_greedy(input_ids, new_tokens, first)
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
 
-    def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
+    def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, output: str) -> np.ndarray:
         rows, tokens = input_ids.shape
         counts = self._counts(input_ids, new_tokens)
         self.guessed = None
@@ -266,30 +269,30 @@ class OrtModel(Runner):
             input_ids, counts = self._among_all(input_ids, counts, first)
             begin = 0
         sequences = slice(begin, begin + len(counts))
-        given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[sequences]}
-        if self.bindings.given:
+        host = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[sequences]}
+        if self.bindings.image_inputs:
             self.bindings.clear()
         try:
-            binding, inputs = self.bindings.of(begin, len(counts), tokens, wanted)
-            for name, array in given.items():
+            binding, inputs = self.bindings.of(begin, len(counts), tokens, output)
+            for name, array in host.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise self._failure(error) from error
         self.run_apart(self.session, binding)
-        before = 2 + (len(replayed(self.session)) if wanted == APART else 0)
+        before = 2 + (len(replayed(self.session)) if output == APART else 0)
         others = binding.get_outputs()[before:]
         if count := len(self.watched):
             arrays = [self.values.array(value).copy() for value in others[:count]]
-            self.seen.append((given["past_length"].copy(), counts, arrays))
+            self.seen.append((host["past_length"].copy(), counts, arrays))
         hidden: Any = others[count].numpy() if self.head else None
         found = self.values.floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
-        if wanted in (GUESSED, APART):
-            self.guessed = Guess(wanted == APART, begin, slice(first - begin, first - begin + rows), counts, tokens)
-            self._brought = input_ids, hidden
+        if output in (GUESSED, APART):
+            self.guessed = Guess(output == APART, begin, slice(first - begin, first - begin + rows), counts, tokens)
+            self._last_read = input_ids, hidden
         else:
             self._advance(sequences, counts)
             if self.head:
-                self.head.follow(begin, input_ids, counts, hidden)
+                self.head.add(begin, input_ids, counts, hidden)
         return found[first - begin : first - begin + rows]
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -314,7 +317,7 @@ class OrtModel(Runner):
             self.head.clear()
 
     def step(self, token: np.ndarray) -> np.ndarray:
-        """As of Runner; the replay of a captured step where the session replays."""
+        """As of Runner; replays a captured step if the session can."""
         if not self.replays or self.feeding.every:
             return super().step(token)
         return self.values.floats(self._stepped(token)["logits"])[:, -1]
@@ -323,22 +326,22 @@ class OrtModel(Runner):
         values = self._replay(token[:, None])
         self.length = self.length + 1
         if self.head:
-            self.head.follow(0, token[:, None], np.ones(self.batch, np.int64), values[LAST_HIDDEN].numpy())
+            self.head.add(0, token[:, None], np.ones(self.batch, np.int64), values[LAST_HIDDEN].numpy())
         return values
 
     def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
-        """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one."""
+        """Replay the captured call over `input_ids` [B, T] of all sequences, `counts` [B] of them new; None: one each."""
         self.guessed = None
         self.reserve(1 if counts is None else counts)
         self._reserve_counted(1 if counts is None else int(counts.max()))
         return self.captures.run(input_ids, counts)
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """As of Runner; room for all first, for a state that grows is captured again. Logits stay on the device where the graph says which
-        token is the likeliest."""
+        """As of Runner. Reserves room for all tokens first, because a state that grows is captured again. Logits stay on the device if the
+        graph returns the likeliest token."""
         if self.replays:
             self.reserve(count)
-        if self.feeding.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.returns_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):

@@ -9,12 +9,12 @@ from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, REPLAY
 
 GUESSED, APART, FOLDED = "guessed", "apart", "folded"
-"""Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
-holds into the states before."""
+"""Calls with guesses whose rejection needs no change of states; those that write new states to a second buffer; and folds, which apply the
+accepted tokens to the states before."""
 
 
 def replayed(session: Any) -> list[str]:
-    """The outputs of a call of guesses that the fold reads."""
+    """Outputs of a call with guesses that the fold reads."""
     return [value.name for value in session.get_outputs() if value.name.startswith(REPLAY)]
 
 
@@ -22,38 +22,38 @@ class Bindings:
     """A binding for each kind of call, kept until the states' buffers change.
 
     Attributes:
-        adapter: Values of the inputs that a LoRA adapter has.
-        given: Of those that images have, for one call.
+        adapter: Values of a LoRA adapter's inputs.
+        image_inputs: Values of image inputs, for one call.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = proxy(model)  # an OrtModel, which imports this file; its memory goes with its last user
         self.adapter: dict[str, Any] = {}
-        self.given: dict[str, Any] = {}
+        self.image_inputs: dict[str, Any] = {}
         self.clear()
 
     def clear(self) -> None:
         self._bound: dict[tuple[int, int, int, int, str], tuple[Any, dict[str, Any]]] = {}
 
-    def of(self, first: int, sequences: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
-        """Returns (binding, inputs) of calls of `tokens` tokens of the `sequences` from `first` on. `inputs` are to be filled in.
+    def of(self, first: int, sequences: int, tokens: int, output: str) -> tuple[Any, dict[str, Any]]:
+        """Returns (binding, inputs to fill in) for calls with `tokens` tokens of each of `sequences` sequences from `first` on.
 
         Args:
-            wanted: The output that is read first, or GUESSED, APART, FOLDED or AHEAD.
+            output: The output that is read first, or GUESSED, APART, FOLDED or AHEAD.
         """
-        key = first, sequences, tokens, self.model.states.turn, wanted
+        key = first, sequences, tokens, self.model.states.turn, output
         if key not in self._bound:
             for other in [k for k in self._bound if k[2] > 1 + self.model.guesses and k[2] != tokens]:
                 del self._bound[other]
-            self._bound[key] = self._bind(first, sequences, tokens, wanted)
+            self._bound[key] = self._bind(first, sequences, tokens, output)
         return self._bound[key]
 
-    def _bind(self, first: int, sequences: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
+    def _bind(self, first: int, sequences: int, tokens: int, output: str) -> tuple[Any, dict[str, Any]]:
         model, values = self.model, self.model.values
-        session = model.fold if wanted == FOLDED else model.session
+        session = model.fold if output == FOLDED else model.session
         shapes: dict[str, tuple[int, ...]]
         shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
-        if wanted == AHEAD and model.head:
+        if output == AHEAD and model.head:
             session, channels = model.head.session, model.manifest["model"]["hidden_size"]
             shapes = {AHEAD + name: shape for name, shape in shapes.items()}
             shapes[f"{AHEAD}hidden"] = sequences, tokens, channels
@@ -61,26 +61,26 @@ class Bindings:
         # On the session's device: a host array would be copied there when it is bound, before it is filled.
         inputs = {n: values.zeros(s, "int64" if len(s) < 3 else "float32") for n, s in shapes.items()}
         read = {value.name for value in session.get_inputs()}
-        for name, value in (*inputs.items(), *self.adapter.items(), *self.given.items()):
-            if wanted != FOLDED or name in read:  # an adapter's inputs have defaults, which a session does not name
+        for name, value in (*inputs.items(), *self.adapter.items(), *self.image_inputs.items()):
+            if output != FOLDED or name in read:  # an adapter's inputs have defaults, which a session does not name
                 binding.bind_ortvalue_input(name, value)
-        if wanted == FOLDED:
+        if output == FOLDED:
             guessed, _ = self._bound[first, sequences, tokens, model.states.turn, APART]
-            # Behind logits and length.
+            # The first two are logits and length.
             for name, value in zip(replayed(model.session), guessed.get_outputs()[2:], strict=False):
                 binding.bind_ortvalue_input(name, value)
-        self._bind_outputs(session, binding, wanted)
-        self._bind_states(binding, read, first, sequences, wanted == APART)
+        self._bind_outputs(session, binding, output)
+        self._bind_states(binding, read, first, sequences, output == APART)
         return binding, inputs
 
-    def _bind_outputs(self, session: Any, binding: Any, wanted: str) -> None:
+    def _bind_outputs(self, session: Any, binding: Any, output: str) -> None:
         there = [value.name for value in session.get_outputs()]
-        kept = replayed(session) if wanted == APART else []  # on the device, for the fold
-        logits = "logits" if wanted in (GUESSED, APART) else wanted
-        names = [logits, "present_length", *kept, *self.model.watched, LAST_HIDDEN]
-        for name in names if wanted != AHEAD else (f"{AHEAD}logits", AHEAD + LAST_HIDDEN):
+        on_device = replayed(session) if output == APART else []  # for the fold
+        logits = "logits" if output in (GUESSED, APART) else output
+        names = [logits, "present_length", *on_device, *self.model.watched, LAST_HIDDEN]
+        for name in names if output != AHEAD else (f"{AHEAD}logits", AHEAD + LAST_HIDDEN):
             if name in there:
-                binding.bind_output(name, self.model.device if name in kept else "cpu")
+                binding.bind_output(name, self.model.device if name in on_device else "cpu")
 
     def _bind_states(self, binding: Any, read: set[str], first: int, sequences: int, apart: bool) -> None:
         states, batch = self.model.states, self.model.batch

@@ -14,23 +14,23 @@ from still_export.runtime.ort_states import ONNX_TYPES
 from still_graphs.states import AHEAD, LAST_HIDDEN, NEXT_TOKEN
 
 ALIGNED = 32
-"""Numbers of 8 bytes from input to input, a multiple: kernels read their first ones together."""
+"""Inputs start at multiples of so many 8-byte numbers, because kernels read aligned vectors."""
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
 
 
 class Captured(NamedTuple):
-    """A captured call. `send` copies `given`, the inputs to fill in, to the device at once; `outputs` lie there."""
+    """A captured call. `inputs` are to be filled in; `send` copies all of them to the device, where `outputs` lie."""
 
     binding: Any
-    given: dict[str, np.ndarray]
+    inputs: dict[str, np.ndarray]
     send: Callable[[], None]
     outputs: dict[str, Any]
     options: Any
 
 
 class Replays:
-    """The captured calls, by tokens and by which buffers hold the states."""
+    """The captured calls, by number of tokens and by the buffers with the states."""
 
     def __init__(self, model: Any) -> None:
         self.model = proxy(model)  # an OrtModel, as in Bindings
@@ -51,20 +51,20 @@ class Replays:
         return options
 
     def run(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
-        """Replay the call over `input_ids` [B, T] of every sequence, of which `counts` [B] are new; None: one of one. Returns the
-        outputs, on the device."""
+        """Replay the call over `input_ids` [B, T] of all sequences, `counts` [B] of them new; None: one each. Returns the outputs, on the
+        device."""
         call = self.capture(input_ids.shape[1])
-        call.given["input_ids"][:], call.given["past_length"][:] = input_ids, self.model.length
+        call.inputs["input_ids"][:], call.inputs["past_length"][:] = input_ids, self.model.length
         if counts is not None:
-            call.given["new_tokens"][:] = counts
+            call.inputs["new_tokens"][:] = counts
         call.send()
         self.model.session.run_with_iobinding(call.binding, call.options)
         return call.outputs
 
     def capture(self, tokens: int) -> Captured:
-        """The call of so many tokens, captured for the present buffers.
+        """Capture the call of `tokens` tokens for the current buffers.
 
-        ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
+        ONNX Runtime runs the call more than once before it captures: with new_tokens of 0, which changes no state.
         """
         model, values, states = self.model, self.model.values, self.model.states
         if (tokens, states.turn) in self.captured:
@@ -74,8 +74,8 @@ class Replays:
         apart = -(-model.batch * tokens // ALIGNED) * ALIGNED
         host = np.zeros((len(shapes), apart), np.int64)
         rows = zip(shapes.items(), host, strict=True)
-        given = {name: row[: math.prod(shape)].reshape(shape) for (name, shape), row in rows}
-        given["past_length"][:] = model.length
+        inputs = {name: row[: math.prod(shape)].reshape(shape) for (name, shape), row in rows}
+        inputs["past_length"][:] = model.length
         device = values.tensor(host, "int64")
         for place, (name, shape) in enumerate(shapes.items()):
             address = device.data_ptr() + place * host[0].nbytes
@@ -89,7 +89,7 @@ class Replays:
         }
         if model.head:
             outputs[LAST_HIDDEN] = values.zeros((model.batch, tokens, sizes["hidden_size"]), "float32")
-        if model.says_token:
+        if model.returns_token:
             outputs[NEXT_TOKEN] = values.zeros((model.batch, tokens), "int32")
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
@@ -100,8 +100,8 @@ class Replays:
         self._count += 1
         options = self.options(self._count)
         model.session.run_with_iobinding(binding, options)
-        given["new_tokens"][:] = 1
-        found = Captured(binding, given, partial(device.update_inplace, host), outputs, options)
+        inputs["new_tokens"][:] = 1
+        found = Captured(binding, inputs, partial(device.update_inplace, host), outputs, options)
         self.captured[tokens, states.turn] = found
         return found
 

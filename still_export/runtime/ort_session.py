@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime over a package: its version, kernels and weights are checked before, what the graph says behind.
+"""Sessions of ONNX Runtime over a package. Version, kernels and weights are checked before, inputs and outputs of the graph after opening.
 
 Exports copy this file into the package, for run_ort.py.
 """
@@ -34,21 +34,21 @@ BODIES_ON_CUDA = (
     "Export with --native --arch sm_90 (or what your GPU is) for kernels"
 )
 
-KERNELS_OF_OURS = "plugin"
-"""Nodes of a package's quantized weights (quantization/policy.py) that the library computes on GPUs alone."""
+OWN_KERNELS = "plugin"
+"""Nodes of quantized weights (quantization/policy.py) that the native library computes on GPUs only."""
 
 UNPACKED_MOST = 400_000_000
-"""Parameters of a model whose codes are unpacked as the session opens, where function bodies run. That takes 9 bytes for each at the
-peak, and makes a step of SmolLM2's 0.02 s for 0.6. Larger models unpack in every call."""
+"""Up to so many parameters, function bodies' weights are unpacked when the session opens. That needs 9 bytes a parameter at the peak and
+makes a step of SmolLM2 take 0.02 s instead of 0.6. Larger models unpack in every call."""
 
 NEW_OPSET = 27
-"""Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+"""Opset of ai.onnx for whose ops ONNX Runtime 1.31 has kernels, but which it loads only if the environment allows it."""
 
 NUMPY_TYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
 """Of onnx.proto's numbers."""
 
 MOST_THREADS = 1024
-"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
+"""More than any machine has for one session; ONNX Runtime ends the process if it cannot start the requested number."""
 
 
 def default_threads() -> int:
@@ -58,8 +58,7 @@ def default_threads() -> int:
 
 
 def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
-    """The package's native kernels, where they are for this kind of machine and provider and may be loaded; else one line on stderr
-    says why not.
+    """The package's native kernels, or None if this machine or provider cannot load them; one line on stderr gives the reason.
 
     Raises:
         RunError: It is not the file that was exported.
@@ -70,7 +69,7 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         return None
     if native is None:
         return None
-    quantized = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    quantized = (manifest.get("quantization") or {}).get("nodes") == OWN_KERNELS
     if provider == "cpu" and quantized and native.get("archs"):
         print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
@@ -91,15 +90,14 @@ def allow_opset(manifest: dict[str, Any]) -> None:
 
 
 def keeps_codes(manifest: dict[str, Any], graph: str | bytes) -> bool:
-    """Whether function bodies of low-bit layers unpack their weights in every call, as unpacking them once would need too much memory: of
-    models beyond UNPACKED_MOST, and of other graphs than the package's own, which only proofs open and which need 34 bytes a parameter."""
-    coded = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    """Whether function bodies unpack low-bit weights in every call, because unpacking once would need too much memory: in models beyond
+    UNPACKED_MOST, and in graphs other than the package's own (opened by proofs only), which need 34 bytes a parameter."""
+    coded = (manifest.get("quantization") or {}).get("nodes") == OWN_KERNELS
     return coded and (graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST)
 
 
 def keep_codes(options: Any) -> None:
-    """Let ONNX Runtime compute what no input changes in every call, and give memory back as soon as it can. An arena keeps what the largest
-    layer took on its way, and twice that where calls have other shapes."""
+    """Disable constant folding, and free memory early: an arena would keep the largest layer's memory, twice if shapes vary."""
     options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
 
@@ -168,7 +166,7 @@ def open_session(
 
 
 def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]:
-    """Let weights that are the same bytes of a file, such as an embedding that is the head's too, be mapped once.
+    """Map weights that are the same bytes of a file, such as an embedding used as the head, only once.
 
     Returns:
         Values that must live as long as the session.
@@ -178,12 +176,12 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
     data = graph if isinstance(graph, bytes) else graph.read_bytes() if graph.is_file() else b""
     try:
         stored = stored_tensors(data, MODEL)
-    except CheckError:  # of what is wrong ONNX Runtime says more
+    except CheckError:  # ONNX Runtime's own message is more precise
         return []
     places: dict[tuple[str, int, int], list[StoredTensor]] = {}
     for tensor in stored:
         places.setdefault((tensor.file, tensor.offset, tensor.size), []).append(tensor)
-    held = []
+    values = []
     for (name, offset, size), tensors in places.items():
         file = folder / name
         whole = all(x.type in NUMPY_TYPES and _size(x) == size for x in tensors)
@@ -194,8 +192,8 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
         for x in tensors:
             value = onnxruntime.OrtValue.ortvalue_from_numpy(mapped.view(NUMPY_TYPES[x.type]).reshape(x.shape))
             options.add_initializer(x.name, value)
-            held.append(value)
-    return held
+            values.append(value)
+    return values
 
 
 def _size(tensor: StoredTensor) -> int:
@@ -219,7 +217,7 @@ def check_cuda(providers: Sequence[str]) -> None:
 
 
 def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
-    """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
+    """Names of the weight files of a graph of the package; the graph itself is checked.
 
     Raises:
         RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
@@ -228,8 +226,7 @@ def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> 
 
 
 def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: Any) -> None:
-    """Raise RunError where the manifest says otherwise than the graph, and those of `others`, about states, vocabulary, capacity or
-    quantization."""
+    """Raise RunError if the manifest differs from the sessions' graphs in states, vocabulary, capacity or quantization."""
     inputs = {i.name: i for each in (session, *others) for i in each.get_inputs()}
     outputs = {o.name: o for each in (session, *others) for o in each.get_outputs()}
     types = {

@@ -53,13 +53,13 @@ class Values:
 
 
 class States:
-    """The states of all sequences. A state that calls write in place has one buffer, any other two that alternate.
+    """The states of all sequences. A state that is updated in place has one buffer; the others have two that alternate.
 
     Attributes:
-        past: What the next call reads, by state.
-        spare: Where it writes the states that are not written in place.
-        apart: Where a call of guesses writes the others, so that those before it stay.
-        turn: Number of the buffers that hold the states now.
+        past: Buffers that the next call reads, by state.
+        spare: Buffers that it writes, of states that are not updated in place.
+        apart: Buffers that a call with guesses writes instead, so that earlier states stay.
+        turn: Number of the buffers with the current states.
     """
 
     def __init__(self, table: StateTable, values: Values, native: bool) -> None:
@@ -67,23 +67,23 @@ class States:
         self.past: dict[str, Any] = {}
 
     def in_place(self, state: State) -> bool:
-        """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
+        """Kernels update every state in place; function bodies only those that the manifest lists."""
         return state.in_place or self.native
 
     def clear(self) -> None:
         self.past = {}
 
     def resize(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make buffers of these shapes by state, keeping what the states hold."""
+        """Allocate buffers of these shapes by state; their content stays."""
         past: dict[str, Any] = {}
         for state in self.table:
-            shape, kept = shapes[state.name], self.past.get(state.name)
-            if kept is not None and tuple(kept.shape()) == shape:
-                past[state.name] = kept
+            shape, current = shapes[state.name], self.past.get(state.name)
+            if current is not None and tuple(current.shape()) == shape:
+                past[state.name] = current
                 continue
             array = np.zeros(shape, NUMPY_TYPES[state.dtype])
-            if kept is not None:
-                previous = self.values.array(kept)
+            if current is not None:
+                previous = self.values.array(current)
                 array[tuple(slice(0, n) for n in previous.shape)] = previous
             past[state.name] = self.values.tensor(array, state.dtype)
         self.past, self.turn = past, 0
@@ -104,7 +104,7 @@ class States:
         self._swap(self.spare, 1)
 
     def swap_apart(self) -> None:
-        """After a call of guesses that all hold: the other states lie apart."""
+        """After a call whose guesses are all accepted, use the states in `apart`."""
         self._swap(self.apart, 2)
 
     def _swap(self, others: dict[str, Any], turn: int) -> None:
@@ -120,13 +120,13 @@ class States:
             self.past[state.name] = self.values.tensor(arrays[state.name], state.dtype)
 
     def fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write `arrays` [1, ...] over one sequence, and zeros where they have nothing."""
+        """Overwrite one sequence with `arrays` [1, ...], and with zeros elsewhere."""
         for state in self.table:
-            value, given = self.past[state.name], arrays.get(state.name)
+            value, source = self.past[state.name], arrays.get(state.name)
             array = self.values.array(value)
-            if given is None or given.shape[1:] != array.shape[1:]:
+            if source is None or source.shape[1:] != array.shape[1:]:
                 array[sequence] = 0
-            if given is not None:
-                array[sequence][tuple(slice(0, n) for n in given.shape[1:])] = given[0]
+            if source is not None:
+                array[sequence][tuple(slice(0, n) for n in source.shape[1:])] = source[0]
             if self.values.device != "cpu" or state.dtype == "bfloat16":  # a copy; elsewhere the value's own memory
                 value.update_inplace(self.values.tensor(array, state.dtype))

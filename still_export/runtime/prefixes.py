@@ -67,13 +67,13 @@ class PrefixCache:
         folder: Stores states that outlive the process.
 
     Attributes:
-        bytes: Memory in use. asked: Tokens of all prompts. found: Tokens of them that were in the cache.
+        bytes: Memory in use. prompt_tokens: Tokens of all prompts. hit_tokens: Those of them that were in the cache.
     """
 
     def __init__(self, table: StateTable, most_bytes: int, folder: PrefixStore | None = None) -> None:
         self.most_bytes, self.folder = most_bytes, folder
         self._axes = {s.name: int(s.growth["axis"]) if s.growth else 0 for s in table}
-        self.asked = self.found = 0
+        self.prompt_tokens = self.hit_tokens = 0
         self.clear()
         for tokens in folder.prefixes() if folder else []:
             self._insert(tokens).on_disk = True
@@ -224,7 +224,7 @@ class Reader:
     def __init__(self, model: Runner, cache: PrefixCache | None, prefix: Snapshot | None) -> None:
         self.model, self.cache, self.prefix = model, cache, prefix
         self._beginning = list(prefix.key()) if prefix else []
-        self._base = model.feeding.given(prefix.length) if prefix else 0
+        self._base = model.feeding.text_tokens(prefix.length) if prefix else 0
         self._has: list[int] = []  # tokens after the prefix, if known
 
     def restart(self, more: int = 0) -> None:
@@ -258,8 +258,8 @@ class Reader:
             self.restart(len(tokens))
         found = max(found, live)
         if self.cache:
-            self.cache.asked += len(tokens)
-            self.cache.found += found
+            self.cache.prompt_tokens += len(tokens)
+            self.cache.hit_tokens += found
             if found < settled < len(tokens):
                 self.model.prefill(tokens[found:settled], progress)
                 self._keep(tokens[:settled])
@@ -279,7 +279,7 @@ class Reader:
 
     def _keep(self, tokens: list[int]) -> list[int]:
         length = int(self.model.length[0])
-        read = tokens[: self.model.feeding.given(length) - self._base]
+        read = tokens[: self.model.feeding.text_tokens(length) - self._base]
         if self.cache:
             self.cache.keep(self._beginning + read, self.model.take(), length, lasting=True)
         return read

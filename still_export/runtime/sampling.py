@@ -93,7 +93,7 @@ class Sampling:
         return place if tokens is None else int(tokens[place])
 
     def _candidates(self, weight: np.ndarray) -> np.ndarray | None:
-        """The tokens to sample from, likeliest first; None: all. Sorts only as much of the vocabulary as needed."""
+        """The tokens to sample from, likeliest first, found by sorting as few as possible; None: all."""
         if not self.top_k and self.top_p == 1:
             return None
         count = min(self.top_k or LIKELY, weight.size)
@@ -103,8 +103,8 @@ class Sampling:
             tokens = tokens[np.argsort(-weight[tokens], kind="stable")][:count]
             mass = np.cumsum(weight[tokens])
             # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
-            kept = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
-            kept[0] = True
-            if self.top_k or count == weight.size or not kept[-1]:
-                return tokens[kept]
+            nucleus = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
+            nucleus[0] = True
+            if self.top_k or count == weight.size or not nucleus[-1]:
+                return tokens[nucleus]
             count = min(8 * count, weight.size)

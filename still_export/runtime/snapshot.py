@@ -22,11 +22,11 @@ PLACES = ("text", "user", "answer")
 class Snapshot:
     """The state of a model's single sequence after `length` tokens.
 
-    arrays: State tensors by name, cut to the rows that hold something; bfloat16 as uint16.
-    package: Digest of what gives the state its meaning.
+    arrays: State tensors by name, cut to the used rows; bfloat16 as uint16.
+    package: `digest` of package and adapter.
     place: Where the text stops: in plain "text", inside a "user" message of a chat, after an "answer".
-    unread: Tokens that belong to the text and that the model has not read.
-    tokens: That were read, where they are known.
+    unread: Last tokens of the text, which the model has not read.
+    tokens: Read tokens, if known.
     """
 
     arrays: dict[str, np.ndarray]
@@ -38,10 +38,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: Runner, place: str = "text", unread: tuple[int, ...] = ()) -> Snapshot:
-        """What `model` has read in its single sequence.
+        """The state of the single sequence of `model`.
 
         Raises:
-            RunError: The model asks for whole prompts.
+            RunError: The model needs whole prompts.
         """
         if model.feeding.whole_prompts:
             raise RunError(
@@ -86,7 +86,7 @@ class Snapshot:
         )
 
     def _hash(self) -> str:
-        """Of all that the file says."""
+        """Hash of all fields."""
         found = hashlib.sha256(repr((self.length, self.package, self.place, self.unread, self.tokens)).encode())
         for name, array in sorted(self.arrays.items()):
             found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -113,7 +113,7 @@ class Snapshot:
 
     @staticmethod
     def describe(path: Path | str, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-        """What a file says of its state: length, package, place, unread, and where they are known tokens and sha256.
+        """The fields of a file: length, package, place, unread, and, if known, tokens and sha256.
 
         Args:
             arrays: Filled with the state itself.
@@ -146,10 +146,9 @@ class Snapshot:
 
 
 def digest(model: Runner) -> str:
-    """Of what a state's numbers depend on: the portable package, so that those that were lowered from it for other runtimes go on from each
-    other's states, and the adapter."""
-    told = (
-        model.manifest.get("state_identity") or model.manifest["files"]
-    )  # of a package that was exported before there was one
-    parts = [told, *([model.adapter] if model.adapter else [])]
+    """Hash of what a state's numbers depend on: the portable package and the adapter. Packages lowered from one portable package can
+    continue each other's states."""
+    # Packages of older versions have no state_identity.
+    identity = model.manifest.get("state_identity") or model.manifest["files"]
+    parts = [identity, *([model.adapter] if model.adapter else [])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

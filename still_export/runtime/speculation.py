@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Protocol
 
 LEAST, LONGEST = 3, 8
-"""Shortest and longest n-gram that is looked up. Two tokens are too often followed by others; more than eight find nothing new."""
+"""Shortest and longest n-gram that is looked up. Two tokens have too many continuations; more than eight find nothing new."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
 """Prior share of accepted next tokens, by how sure a guess is (length of its n-gram; 0: a model's)."""
 LEARNED = 0.1
@@ -21,8 +21,8 @@ MORE = 0.35
 FURTHER = 0.5
 """Assumed cost of each further guess, relative to the measured cost per guess."""
 MEASURED, EXPIRY = 9, 64
-"""Steps of a kind whose median is its time (two for plain steps at the start); plain steps after which the times of steps with guesses
-expire."""
+"""Number of steps of a kind whose median time counts (two for plain steps at the start); number of plain steps after which the times of
+steps with guesses expire."""
 FIRST = 4
 """Most guesses while at most half of the last ones were accepted."""
 SHARE, RESERVE = 0.01, 2
@@ -30,10 +30,10 @@ SHARE, RESERVE = 0.01, 2
 
 
 class Guesser(Protocol):
-    """Guesses the tokens that follow one sequence.
+    """Guesses the next tokens of one sequence.
 
     Attributes:
-        outcomes: Of tokens that were said, how sure a guess of them was, and whether it held; for who wants to learn and empties it.
+        outcomes: (sureness, right) of guesses for tokens since chosen; `Speculation` reads and clears it.
     """
 
     outcomes: list[tuple[int, bool]]
@@ -45,7 +45,7 @@ class Guesser(Protocol):
         """How sure its next guess is, a key of HITS; None: there is none."""
 
     def guess(self, most: int) -> list[int]:
-        """Tokens that may follow, at most `most`."""
+        """At most `most` guessed tokens."""
 
 
 class Guessed:
@@ -84,7 +84,7 @@ class Lookup:
         tokens: Known so far.
 
     Attributes:
-        tokens: All that it knows.
+        tokens: All known tokens.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class Lookup:
         self._ends: dict[tuple[int, ...], int] = {}
         self.outcomes: list[tuple[int, bool]] = []
         self.extend(tokens)
-        self.outcomes.clear()  # a prompt's own repetitions say nothing about answers
+        self.outcomes.clear()  # repetitions in a prompt do not predict those in answers
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -123,31 +123,31 @@ class Lookup:
 
 
 class Speculation:
-    """When a model's steps have guesses, how many, and what they gained.
+    """Decides when a model's steps have guesses and how many, and counts what they gain.
 
-    It measures both kinds of steps while running and picks the number of guesses (a power of two) that is fastest, given how often guesses
-    as sure as this one were accepted; none if a plain step is as fast.
+    It measures both kinds of steps while running and picks the fastest number of guesses, a power of two, by how often equally sure guesses
+    were accepted; none if a plain step is as fast.
 
     Args:
         most: Most guesses of a step.
         guesser: Makes one for a sequence that begins with these tokens and has this number.
 
     Attributes:
-        steps: Steps with guesses. guesses, held: Their guessed and accepted tokens. won_s: Seconds saved compared with plain steps.
+        steps: Steps with guesses. guesses, accepted: Their guessed and accepted tokens. won_s: Seconds saved compared with plain steps.
     """
 
     def __init__(self, most: int, guesser: Callable[[Sequence[int], int], Guesser] = look_up) -> None:
         self.most, self.guesser = most, guesser
-        self.steps = self.guesses = self.held = 0
+        self.steps = self.guesses = self.accepted = 0
         self.won_s = 0.0
         self._hits = dict(HITS)
         self._times: dict[tuple[int, int], deque[float]] = {}  # by sequences and guesses of a step
         self._balance, self._since, self._last = 0.0, 0, 0
 
     def guess(self, guesser: Guesser, most: int, sequences: int = 1) -> list[int]:
-        """Guesses of `guesser` for a step of `sequences` sequences, at most `most`; none where guesses lose."""
-        for sure, held in guesser.outcomes:
-            self._hits[sure] += LEARNED * (held - self._hits[sure])
+        """At most `most` guesses of `guesser` for a step of `sequences` sequences; none if guessing would be slower."""
+        for sure, right in guesser.outcomes:
+            self._hits[sure] += LEARNED * (right - self._hits[sure])
         guesser.outcomes.clear()
         known = len(self._times.get((sequences, 0), ())) > 1
         kind = guesser.sure() if most > 0 and known and self._balance >= 0 else None
@@ -156,8 +156,8 @@ class Speculation:
         sizes = [1 << i for i in range(self.most.bit_length())] + [self.most]
         share = min(self._hits[kind], 0.99)
         most = min(most, max(FIRST, 2 * self._last))
-        said = {n: (1 - share ** (n + 1)) / (1 - share) for n in sizes if n <= most}
-        rates = {n: tokens / self._time(sequences, n) for n, tokens in said.items()}
+        expected = {n: (1 - share ** (n + 1)) / (1 - share) for n in sizes if n <= most}
+        rates = {n: tokens / self._time(sequences, n) for n, tokens in expected.items()}
         best = max(rates, key=lambda n: rates[n])
         return guesser.guess(best) if rates[best] * self._time(sequences, 0) > 1 else []
 
@@ -171,14 +171,14 @@ class Speculation:
                 if size and times:
                     times.popleft()
 
-    def guessed(self, seconds: float, guesses: Sequence[int], held: Sequence[int]) -> None:
+    def guessed(self, seconds: float, guesses: Sequence[int], accepted: Sequence[int]) -> None:
         """Record the time of a step with guesses: guessed and accepted tokens of each sequence."""
         self.steps += 1
         self.guesses += sum(guesses)
-        self.held += sum(held)
-        self._last = max(held)
+        self.accepted += sum(accepted)
+        self._last = max(accepted)
         plain = self._time(len(guesses), 0)
-        won = (1 + sum(held) / len(held)) * plain - seconds
+        won = (1 + sum(accepted) / len(accepted)) * plain - seconds
         self.won_s += won
         kind = len(guesses), max(guesses)
         if kind in self._times:
@@ -188,11 +188,9 @@ class Speculation:
             self._times[kind] = deque(maxlen=MEASURED)
 
     def _time(self, sequences: int, guesses: int) -> float:
-        """Time of a step; for an unmeasured kind, derived from the next larger or smaller one.
-
-        Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be measured,
-        nor again after a slow moment.
-        """
+        """Time of a step; for an unmeasured kind, derived from the next larger or smaller one."""
+        # Further guesses are assumed to cost half as much as those before. Otherwise a kind that looks too expensive would never be
+        # measured, nor again after a slow moment.
         if measured := self._times.get((sequences, guesses)):
             return median(measured)
         plain = self._time(sequences, 0) if guesses else 0.0
@@ -208,7 +206,7 @@ class Speculation:
         return {
             "steps": self.steps,
             "guessed_tokens": self.guesses,
-            "accepted_tokens": self.held,
-            "accepted_a_step": round(self.held / max(1, self.steps), 2),
+            "accepted_tokens": self.accepted,
+            "accepted_a_step": round(self.accepted / max(1, self.steps), 2),
             "won_s": round(self.won_s, 3),
         }

@@ -26,31 +26,31 @@ class StopTexts:
             )
         self.stops = tuple(stops)
         self.found = False
-        self._held = ""
+        self._pending = ""
         self._borders = [_borders(stop) for stop in self.stops]
         self._matched = [0] * len(self.stops)  # for each stop, the length of its prefix that the text so far ends with
 
     def push(self, piece: str) -> str:
         """Text that is certain with this piece; nothing after a stop was `found`."""
-        held, ends = self._held + piece, list[int]()
+        pending, ends = self._pending + piece, list[int]()
         for number, stop in enumerate(self.stops):
             matched = self._matched[number]
-            for place, character in enumerate(piece, len(self._held) + 1):
+            for place, character in enumerate(piece, len(self._pending) + 1):
                 matched = _extended(stop, self._borders[number], matched, character)
                 if matched == len(stop):
                     ends.append(place - matched)
                     break
             self._matched[number] = matched
         if ends:
-            self.found, self._held = True, ""
-            return held[: min(ends)]
+            self.found, self._pending = True, ""
+            return pending[: min(ends)]
         keep = max(self._matched, default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        self._pending = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
 
     def end(self) -> str:
-        """Text that was held back."""
-        return self._held
+        """Text that `push` has not returned yet."""
+        return self._pending
 
 
 def _borders(stop: str) -> list[int]:

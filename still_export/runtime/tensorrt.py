@@ -35,7 +35,7 @@ class TrtModel(TrtEngine, Runner):
 
     Args:
         folder: The package.
-        plugin: Plugin library in the place of the package's.
+        plugin: Plugin library to use instead of the package's.
         device: CUDA device.
     """
 
@@ -103,7 +103,7 @@ class TrtModel(TrtEngine, Runner):
         self.check_capacity(tokens)
         self._drop_guess()
         self._graphs: dict[str, Any] = {}  # by profile
-        self._kept: dict[str, Buffer] = {}  # states before a call of guesses
+        self._saved: dict[str, Buffer] = {}  # states before a call of guesses
         self._bound: dict[str, tuple[int, ...]] = {}
         try:
             self._grow(self.ample(tokens, max(0, 2 * self.room - tokens)))
@@ -114,7 +114,7 @@ class TrtModel(TrtEngine, Runner):
                 raise TrtError(f"{error} {self._fitting(tokens)}") from error
 
     def _grow(self, room: int) -> None:
-        """Grow every state to `room` tokens. If memory ends, the state keeps its content, some of it with more room."""
+        """Grow every state to `room` tokens; if memory ends, states keep their content, some of them with more room."""
         shapes = self.table.shapes(self.batch, self.table.rows(room, self.least_rows))
         for state in self.table:
             name, item, shape = state.name, ITEM_BYTES[state.dtype], shapes[state.name]
@@ -133,8 +133,8 @@ class TrtModel(TrtEngine, Runner):
 
     def _fitting(self, tokens: int) -> str:
         """How much of the state would fit into free memory, for a message."""
-        held = sum(buffer.size for buffer in self._state.values())
-        free = held + self.driver.memory()[0]
+        used = sum(buffer.size for buffer in self._state.values())
+        free = used + self.driver.memory()[0]
         texts = []
         for count in {self.batch, 1}:
             least, most = 0, tokens
@@ -195,13 +195,13 @@ class TrtModel(TrtEngine, Runner):
 
     def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         tokens = input_ids.shape[1]
-        self._give(input_ids, counts)
+        self._write_inputs(input_ids, counts)
         self._run(self.decode_profile if tokens == 1 else PREFILL, tokens)
         self.length = self.length + counts
         rows = self._rows(tokens)
         return self._logits(rows, 1 if self.guesses else rows)
 
-    def _give(self, input_ids: np.ndarray, counts: np.ndarray) -> None:
+    def _write_inputs(self, input_ids: np.ndarray, counts: np.ndarray) -> None:
         """Write the inputs of a call on all sequences."""
         self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
         self._io["new_tokens"].write(counts.astype(np.int32))
@@ -221,7 +221,7 @@ class TrtModel(TrtEngine, Runner):
         self._drop_guess()
         self.reserve(counts, first)
         input_ids, counts = self._among_all(input_ids, counts, first)
-        self._give(np.pad(input_ids, ((0, 0), (0, most - tokens))), counts)
+        self._write_inputs(np.pad(input_ids, ((0, 0), (0, most - tokens))), counts)
         graph = self._graph(GUESSES, most)
         if apart:
             self._copy_states(back=False)
@@ -231,10 +231,10 @@ class TrtModel(TrtEngine, Runner):
             return self._io[NEXT_TOKEN].read(np.empty((self.batch, most), np.int32))[part, -tokens:]
         return self._logits(most, tokens)[part]
 
-    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+    def _apply(self, call: Guess, accepted: np.ndarray) -> None:
         """Restore states of fixed size to those before the call, and read the accepted tokens again: engines have no graph that folds
         them."""
-        if call.apart and (accepted != call.brought).any():
+        if call.apart and (accepted != call.new_tokens).any():
             self._drop_guess()
             self._io["new_tokens"].write(accepted.astype(np.int32))  # the other inputs are there
             self._graphs[GUESSES].launch()
@@ -250,17 +250,17 @@ class TrtModel(TrtEngine, Runner):
         """Save the states that rejected tokens change, or restore them."""
         for state in self.table:
             if state.apart:
-                held = self._state[state.name]
+                buffer = self._state[state.name]
                 try:
-                    kept = self._kept.get(state.name) or self._kept.setdefault(
-                        state.name, Buffer(self.driver, held.size)
+                    saved = self._saved.get(state.name) or self._saved.setdefault(
+                        state.name, Buffer(self.driver, buffer.size)
                     )
                 except CudaError as error:
                     raise TrtError(
                         f"{error} Guesses over a chunk's end keep a copy of it: use a smaller batch, or --guess none."
                     ) from error
-                source, target = (kept, held) if back else (held, kept)
-                self.driver.copy(target.address, source.address, held.size)
+                source, target = (saved, buffer) if back else (buffer, saved)
+                self.driver.copy(target.address, source.address, buffer.size)
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         self._drop_guess()
@@ -271,21 +271,21 @@ class TrtModel(TrtEngine, Runner):
                 if size:
                     self._state[state.name].zero(sequence * size, size)
             elif size:
-                held = np.zeros(shape, NUMPY_TYPES[state.dtype])
-                held[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
-                self._state[state.name].write(held, sequence * size)
-                self.driver.synchronize()  # before `held` is freed
+                padded = np.zeros(shape, NUMPY_TYPES[state.dtype])
+                padded[tuple(slice(0, n) for n in incoming.shape[1:])] = incoming[0]
+                self._state[state.name].write(padded, sequence * size)
+                self.driver.synchronize()  # before `padded` is freed
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            held = np.zeros(self._state_shapes[name], array.dtype)
-            held[tuple(slice(0, n) for n in array.shape)] = array
-            self._state[name].write(held)
-            self.driver.synchronize()  # before `held` is freed
+            padded = np.zeros(self._state_shapes[name], array.dtype)
+            padded[tuple(slice(0, n) for n in array.shape)] = array
+            self._state[name].write(padded)
+            self.driver.synchronize()  # before `padded` is freed
 
     def _graph(self, profile: str, tokens: int) -> Any:
-        """A captured call, if all inputs are set. A decode step reads the token that it chose before, and writes the next one and the new
-        lengths."""
+        """A captured call; all inputs must be set."""
+        # A decode step reads the token that the previous one chose, and writes the next token and the new lengths.
         if profile not in self._graphs:
             counts = self._io["new_tokens"].read(np.empty(self.batch, np.int32))
             # Load modules and tactics before the capture; a call of 0 tokens changes no state.
@@ -308,7 +308,7 @@ class TrtModel(TrtEngine, Runner):
         """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
         self._drop_guess()
         self.reserve(count)
-        self._give(token, np.ones(self.batch))
+        self._write_inputs(token, np.ones(self.batch))
         graph = self._graph(self.decode_profile, 1)
         for _ in range(count):
             graph.launch()

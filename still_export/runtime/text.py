@@ -26,7 +26,7 @@ UNFINISHED = 3
 
 
 class TextAhead:
-    """A package's `Text`, loaded in a thread while the session is created, which takes as long and releases the interpreter lock."""
+    """A package's `Text`, loaded in a thread while the session opens; both take equally long."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder, self.manifest = folder, dict(manifest)
@@ -155,14 +155,14 @@ class Text:
 
 
 class TextPieces:
-    """The text of tokens that arrive one by one, as it becomes certain: never half a character.
+    """Turns tokens that arrive one by one into text, without incomplete characters.
 
     Args:
         text: Its tokenizer.
-        marks: Tokens whose texts are shown, be they special.
+        marks: Tokens whose texts are shown although they are special.
     """
 
-    # A token's text depends on those before it (a leading space, half a character): decoded together with the piece before.
+    # A token's text depends on earlier ones (a leading space, half a character), so it is decoded together with the piece before.
 
     def __init__(self, text: Text, marks: Mapping[int, str] = NO_MARKS) -> None:
         self._decode, self._marks = text.tokenizer.decode, marks
@@ -175,17 +175,17 @@ class TextPieces:
             piece, self._shown = self.end(), len(self._seen)
             return piece + self._marks[token]
         self._seen.append(token)
-        piece, held = self.end(), 0
+        piece, pending = self.end(), 0
         if piece.endswith("\ufffd"):
-            held = self._unfinished(piece)
-            piece = piece[:-1] if held else piece
-        if held == len(self._seen) - self._shown:
+            pending = self._unfinished(piece)
+            piece = piece[:-1] if pending else piece
+        if pending == len(self._seen) - self._shown:
             return ""
         if not piece:  # a special token, or white space at the beginning
             self._seen = self._seen[-TAIL:]
-            self._shown = len(self._seen) - held
+            self._shown = len(self._seen) - pending
             return ""
-        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown - held
+        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown - pending
         return piece
 
     def _unfinished(self, piece: str) -> int:
@@ -203,7 +203,7 @@ class TextPieces:
 
 
 class Answer:
-    """The continuation of a prompt, in pieces of text as they come; complete once it was iterated to its end, or closed.
+    """The continuation of a prompt, generated in pieces of text while it is iterated; complete at its end, or when closed.
 
     Args:
         model: Its runner.
@@ -212,13 +212,13 @@ class Answer:
         count: Tokens at most.
         sampling: How they are chosen.
         stop: Texts that end the answer; not part of it.
-        stopped: Asked before every token whether the answer shall end here.
-        cached: Tokens before `prompt` that the model has read already, and that belong to it.
-        before: Those, for guesses.
+        stopped: Called before every token; True ends the answer.
+        cached: Number of tokens of the prompt before `prompt`, which the model has already read.
+        before: These tokens, for guesses.
 
     Attributes:
         tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
-        cached_tokens: Of the prompt, those that had been read. whole: It came to its end, and was not given up.
+        cached_tokens: Tokens of the prompt that were not read again. whole: It reached its end.
     """
 
     def __init__(
@@ -295,8 +295,8 @@ class Answer:
         pieces = until(self._text.stream(self.tokens, self._text.marks), StopTexts(self._stop))
         parts = [*map(split.push, pieces), split.end()]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        said = {"role": "assistant", "content": content}
-        return {**said, "reasoning_content": thought} if thought else said
+        message = {"role": "assistant", "content": content}
+        return {**message, "reasoning_content": thought} if thought else message
 
     @property
     def first_token_s(self) -> float:

@@ -48,7 +48,7 @@ def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
         module: TensorRT's Python module.
         folder: The package.
         manifest: Its manifest.
-        plugin: Library in the place of the package's.
+        plugin: Library to use instead of the package's.
 
     Returns:
         The library; before TensorRT 10 the variant that registers itself.
@@ -102,14 +102,14 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
             raise TrtError(f"{refused}: {error}. It is damaged, or built for another version or processor.") from error
     versions = _versions(registry)
     for name in ops:
-        wanted = str(manifest["ops"][name])
+        version = str(manifest["ops"][name])
         if name not in versions:
             raise TrtError(
                 f"{refused}: it registered no plugin {name}. It is of another version. Export again, or name another with --plugin."
             )
-        if wanted not in versions[name]:
+        if version not in versions[name]:
             raise TrtError(
-                f"{plugin} has version {', '.join(sorted(versions[name]))} of the plugin {name}, the package needs version {wanted}. "
+                f"{plugin} has version {', '.join(sorted(versions[name]))} of the plugin {name}, the package needs version {version}. "
                 "Use the package's own library, or export again with this one's still-export."
             )
     return plugin
@@ -128,7 +128,7 @@ class TrtEngine:
 
     Args:
         folder: The package.
-        plugin: Plugin library in the place of the package's.
+        plugin: Plugin library to use instead of the package's.
         device: CUDA device.
 
     Raises:
@@ -210,8 +210,8 @@ class TrtEngine:
         for name in listed_weights(model, self.manifest):
             check_hash(self.folder, self.manifest, name)
         if not parser.refit_from_file(str(model)) or not refitter.refit_cuda_engine():
-            said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"
-            raise TrtError(f"the engine's weights cannot be read from {model}: {said}. {self.again}")
+            reasons = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"
+            raise TrtError(f"the engine's weights cannot be read from {model}: {reasons}. {self.again}")
 
     def _make_contexts(self) -> None:
         """One context for each profile, with shared scratch memory, because they never run at the same time."""

@@ -33,32 +33,32 @@ from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest,
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
-"""A body that takes longer to come is given up."""
+"""Timeout of a request's body."""
 
 STALLED_S = 30.0
-"""A call of the model that takes longer makes the server busy."""
+"""The server is busy after a call of the model that takes longer."""
 
 TOKENIZERS = 2
-"""Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
+"""Prompts tokenized at the same time; a tokenizer needs over a hundred bytes of memory per byte of a prompt."""
 
 INDEX = "index.html"
 PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.css": "text/css"}
-"""The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
+"""The chat page and its parts with their types."""
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
 """Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
 
 GONE = 499
-"""Status of a request whose client left, in metrics: nobody reads it."""
+"""Status in metrics of a request whose client left."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the HTTP side.
+    """HTTP settings.
 
-    name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
-    hosts: Names by which the server may be asked, beside localhost and addresses; None: any. Pages of other sites can give their own
-        name this machine's address (DNS rebinding), but still send the name.
+    name: The model's name. api_key: None: none is needed. body_bytes: Most bytes of a request.
+    hosts: Allowed Host names besides localhost and addresses; None: any. They stop DNS rebinding: a page of another site can point its own
+        name to this machine, but its requests carry that name.
     """
 
     name: str
@@ -101,7 +101,7 @@ class _Server:
         self._tokenizers = CapacityLimiter(TOKENIZERS)
 
     def answered(self, handler: Handler) -> Handler:
-        """`handler` whose errors are answers, and whose answers are counted."""
+        """`handler` with errors as answers; answers are counted."""
 
         async def handle(request: HttpRequest) -> Response:
             two_lengths = "transfer-encoding" in request.headers and "content-length" in request.headers
@@ -128,7 +128,7 @@ class _Server:
         return handle
 
     def keyed(self, handler: Handler) -> Handler:
-        """`handler` behind the key, if there is one."""
+        """`handler`, which requires the key if there is one."""
 
         async def handle(request: HttpRequest) -> Response:
             if self.settings.api_key is not None:
@@ -149,7 +149,7 @@ class _Server:
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
 
     async def page(self, request: HttpRequest) -> Response:
-        """A chat with this server, and what its page is made of; it holds no secret, and asks for the key where there is one."""
+        """A file of the chat page. The page contains no secret; it asks for the key if there is one."""
         name = request.url.path[1:] or INDEX
         text = resources.files("still_export.serving").joinpath("page", name).read_text(encoding="utf-8")
         headers = {"content-security-policy": "default-src 'self'; img-src data:", "cache-control": "no-cache"}
@@ -205,7 +205,7 @@ class _Server:
         return _json(reply.whole(text, ended, len(job.tokens), job.cached))
 
     async def prefixes(self, http: HttpRequest) -> Response:
-        """Read a document before anyone asks behind it."""
+        """Read a document in advance, so that later questions about it need not."""
         scheduler = self.worker.scheduler
         if scheduler.prefixes is None:
             raise ApiError(400, "this server has no prefix cache: start it with --prefix-cache 2GiB, or another size.")
@@ -218,7 +218,7 @@ class _Server:
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
     async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> ParsedRequest:
-        """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
+        """Parse a request, at most as many at a time as can be answered; `kind` None: a text or a chat to be read ahead."""
         scheduler = self.worker.scheduler
         body = await self._body(http)
         if self._reading >= scheduler.places:
@@ -226,9 +226,9 @@ class _Server:
             raise ApiError(429, message, None, "rate_limit_exceeded")
 
         def understand() -> ParsedRequest:
-            said, name = _parsed(body), self.settings.name
-            chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
-            return to_submit(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
+            content, name = _parsed(body), self.settings.name
+            chosen = kind or (Chat if isinstance(content, dict) and "messages" in content else Completion)
+            return to_submit(understood(chosen, content, name), scheduler.text, scheduler.context, warm=kind is None)
 
         self._reading += 1
         try:
@@ -239,7 +239,7 @@ class _Server:
             self._reading -= 1
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """The body; where too many are on their way, the slowest is given up: clients that send none to its end keep no place."""
+        """The body of a request; if too many are arriving, the slowest is dropped, so that stalled clients occupy no place."""
         if len(self._arriving) >= self.worker.scheduler.places:
             next(iter(self._arriving)).cancel()
         task = asyncio.ensure_future(_read_body(http, self.settings.body_bytes))
@@ -314,13 +314,13 @@ class _Server:
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:
-    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
+    """Sampling settings of the model's publisher, from the package's generation_config.json; {} if it cannot be read."""
     name = "generation_config.json"
     try:
-        said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
+        settings = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
     except (OSError, ValueError, RecursionError, RunError):
         return {}
-    found = {field: said.get(field) for field in SAMPLING} if isinstance(said, dict) else {}
+    found = {field: settings.get(field) for field in SAMPLING} if isinstance(settings, dict) else {}
     return {field: value for field, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 

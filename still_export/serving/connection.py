@@ -1,4 +1,4 @@
-"""Connections of the server, with limits: slow or numerous clients cannot take the place of others."""
+"""Connections of the server, with limits, so that slow or numerous clients cannot block others."""
 
 from __future__ import annotations
 

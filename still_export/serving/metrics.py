@@ -43,14 +43,14 @@ class Metrics:
         gauge("requests_waiting", "Requests that wait for a row.").set_function(lambda: scheduler.queued)
         if (prefixes := scheduler.prefixes) is not None:
             gauge("prefix_hit_rate", "Share of all prompt tokens so far that were not read again.").set_function(
-                lambda: prefixes.found / max(1, prefixes.asked)
+                lambda: prefixes.hit_tokens / max(1, prefixes.prompt_tokens)
             )
             gauge("prefix_bytes", "Memory of the states in the prefix cache.").set_function(lambda: prefixes.bytes)
             gauge("prefixes", "States in the prefix cache.").set_function(lambda: prefixes.states)
         if (speculation := scheduler.model.speculation) is not None:
             for name, text, read in (
                 ("guessed_tokens", "Tokens that were guessed.", lambda: speculation.guesses),
-                ("accepted_tokens", "Guessed tokens that were accepted.", lambda: speculation.held),
+                ("accepted_tokens", "Guessed tokens that were accepted.", lambda: speculation.accepted),
                 ("guessing_steps", "Steps with guesses.", lambda: speculation.steps),
                 (
                     "guesses_won_seconds",

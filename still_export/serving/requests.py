@@ -1,4 +1,4 @@
-"""What is asked of a model that is served, what is answered, and who waits."""
+"""Requests to a served model, the events of their answers, and the queue."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text, TextPieces
 
 Ended = Literal["end", "length", "stop", "failed", "refused"]
-"""By the model, by max_tokens, by a stop text, by an error, by the server's own end."""
+"""End by the model, by max_tokens, by a stop text, by an error, or because the server stops."""
 
 STOPPING = "the server is stopping. Ask another one, or later."
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a request is told: text that became certain, and at its end how it ended; `error` says why it failed or was refused."""
+    """A piece of an answer's text; in the last event also how it ended, and the `error` if it failed or was refused."""
 
     text: str = ""
     ended: Ended | None = None
@@ -33,18 +33,18 @@ class Event:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what shall follow it.
+    """A prompt and the settings of its answer.
 
     Args:
-        max_tokens: Of the answer, at most.
-        listener: Called with every event, from the thread that steps; an event that `ended` is the last.
-        stop: Texts that end the answer, and are not part of it.
-        ignore_eos: The model does not end the answer; for loads whose answers have a length.
-        warm: Nothing is answered: the prompt is read for those who ask behind it.
-        marks: Tokens whose texts are shown, be they special.
+        max_tokens: Most tokens of the answer.
+        listener: Called with every event by the thread that steps; the event with `ended` is the last.
+        stop: Texts that end the answer; not part of it.
+        ignore_eos: Ignore the model's end token, for load tests with answers of a fixed length.
+        warm: Only read the prompt, for later requests; no answer.
+        marks: Tokens whose texts are shown although they are special.
 
     Attributes:
-        tokens: Of the answer so far. cached: Tokens of the prompt that were not read again.
+        tokens: Tokens of the answer so far. cached: Tokens of the prompt that were not read again.
         arrived, first, done: time.perf_counter() of its submission, first token and end; 0 = not yet.
     """
 

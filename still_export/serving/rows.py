@@ -1,4 +1,4 @@
-"""The rows of the batch: who has them, what their states have read, and what of it is kept for later requests."""
+"""The rows of the batch: their requests, the tokens that their states have read, and the states cached for later requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.text import Text
 from still_export.serving.requests import Request, Row
 
-KEPT_TOKENS = 2048
-"""Room that a model without requests keeps: growing again copies."""
+IDLE_TOKENS = 2048
+"""Room that an idle model keeps, because growing again copies."""
 
-KEPT_S = 30.0
-"""How long it keeps more, for the next turn of a conversation."""
+IDLE_S = 30.0
+"""How long an idle model keeps more room, for the next turn of a conversation."""
 
 LEAST_FORK = 16
-"""Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
+"""A state is cached where two prompts diverge if they share at least so many tokens beyond the cached ones; fewer are cheaper to read."""
 
 
 class Rows:
-    """Rows that requests have, and the states that requests left in the others.
+    """Rows in use by requests, and states that earlier requests left in free rows.
 
     Args:
-        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
-        grid: States are kept at multiples of so many tokens, of prompts alone; 0: everywhere.
+        prefixes: Cache of the states of prompts and answers; None: every prompt is read from its beginning.
+        grid: States are cached only at multiples of so many tokens of prompts; 0: everywhere.
     """
 
     def __init__(self, model: Runner, rows: int, prefixes: PrefixCache | None, grid: int) -> None:
@@ -54,36 +54,36 @@ class Rows:
         return sum(1 for _ in self)
 
     def shrink(self) -> None:
-        """Give memory back that no request has used for long."""
-        if self.model.room > KEPT_TOKENS and time.perf_counter() - max(self._left_at) > KEPT_S:
+        """Free memory that no request has used for IDLE_S."""
+        if self.model.room > IDLE_TOKENS and time.perf_counter() - max(self._left_at) > IDLE_S:
             self._start()
 
     def take(self, request: Request, text: Text) -> Row:
-        """A free row: the one that has read most of the prompt, or whose state was left longest ago; the lowest of them, since a call spans
-        the rows from the first to the last that it needs."""
+        """Choose a free row: the one that has read most of the prompt, then the least recently used, then the lowest. A call spans all rows
+        from its first to its last, so low numbers are cheaper."""
         free = [number for number, row in enumerate(self._rows) if row is None]
         number = max(free, key=lambda n: (self._has_read(n, request), -self._left_at[n]))
         row = self._rows[number] = Row(number, request, text)
         return row
 
     def begin(self, row: Row) -> None:
-        """Put a row that was taken behind what is known of its prompt."""
+        """Start a row after the longest known prefix of its prompt."""
         row.read = self._has_read(row.number, row.request)
-        kept = self.prefixes.find(row.request.prompt) if self.prefixes else None
-        if self.prefixes and kept and kept.length > row.read:
-            self.model.put(row.number, self.prefixes.state(kept), kept.length)
-            row.read = kept.length
+        cached = self.prefixes.find(row.request.prompt) if self.prefixes else None
+        if self.prefixes and cached and cached.length > row.read:
+            self.model.put(row.number, self.prefixes.state(cached), cached.length)
+            row.read = cached.length
         elif not row.read:
             self.model.forget(row.number)
         if self.prefixes:
             row.request.cached = row.read
             fork = self.prefixes.known(row.request.prompt)
             row.fork = self.on_grid(fork) if fork - row.read >= LEAST_FORK else 0
-            self.prefixes.asked += len(row.request.prompt)
-            self.prefixes.found += row.read
+            self.prefixes.prompt_tokens += len(row.request.prompt)
+            self.prefixes.hit_tokens += row.read
 
     def free(self, row: Row, lost: bool = False) -> None:
-        """Take a row from its request; `lost`: its state is not used again."""
+        """Free a row; `lost`: its state is unusable."""
         self._rows[row.number] = None
         if self.prefixes:
             read = self._read_by(row) if not self.grid or self._bare(row) else []
@@ -92,7 +92,7 @@ class Rows:
             self._left[row.number] = []
 
     def keep(self, row: Row, lasting: bool = False) -> None:
-        """Keep the state of all that the row has read; on a grid, of a prompt's beginning alone, which was read in pieces of it."""
+        """Cache the state after all tokens that the row has read; with a grid, only states at grid points of the prompt."""
         if not self.prefixes:
             return
         read = self._read_by(row)
@@ -107,7 +107,7 @@ class Rows:
             self.prefixes.clear()
 
     def on_grid(self, tokens: int) -> int:
-        """The last place up to `tokens` where states may be kept."""
+        """The last place up to `tokens` where states may be cached."""
         return tokens // self.grid * self.grid if self.grid else tokens
 
     def _has_read(self, number: int, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""Which row of the batch reads or says what, token by token. Plain and synchronous: knows no HTTP, and no thread but its callers'."""
+"""Schedules reading and generating over the rows of the batch, token by token. Synchronous, without HTTP or threads of its own."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
 from still_export.serving.rows import Rows
 
 GRID = 64
-"""Tokens at whose multiples prompts of reproducible answers are cut: kernels for CPUs read whole chunks of so many in one call or in
-several with the same sums."""
+"""Prompts of reproducible answers are cut at multiples of so many tokens: CPU kernels compute whole chunks of this size with the same sums
+in one call or several."""
 
 
 class Scheduler:
-    """Requests share the rows of one batch; they join and leave it between two tokens.
+    """Runs requests in the rows of one batch; they join and leave between two tokens.
 
     A round reads one piece of one prompt, then one more token of every answer: a long prompt delays the answers of others by a piece at a
     time, and readers take turns. `submit`, `cancel` and `stop` may be called while another thread steps.
 
     Args:
-        rows: Of the batch: requests that run at the same time.
-        waiting: Requests that may wait for a row, at most.
-        context: Tokens of prompt and answer, at most; None: the package's capacity.
+        rows: Requests that run at the same time.
+        waiting: Most requests that wait for a row.
+        context: Most tokens of prompt and answer; None: the package's capacity.
         piece: Tokens of a prompt that are read at once.
-        prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
-        reproducible: A request's numbers are the same bits whoever is served beside it and whatever was read before. Prompts are cut at
-            multiples of GRID tokens, states are kept only there, and nothing is guessed.
+        prefixes: Cache of the states of prompts and answers; None: every prompt is read from its beginning.
+        reproducible: A request's logits are bit-identical whatever else runs or ran before. Prompts are cut at multiples of GRID tokens,
+            states are cached only there, and nothing is guessed.
 
     Raises:
         RunError: More rows or tokens than the package allows, or it cannot be reproducible.
@@ -117,7 +117,7 @@ class Scheduler:
         return table.size_bytes(len(self._rows), table.rows(tokens, self.model.least_rows))
 
     def submit(self, request: Request) -> None:
-        """Take a request; its listener hears of it from now on.
+        """Accept a request; its listener is called from now on.
 
         Raises:
             RunError: It has no tokens, unknown ones, or more than the context.
@@ -160,7 +160,7 @@ class Scheduler:
                 return False
             self._read()
             self._speak()
-        except BaseException as error:  # a tokenizer's panic, too: nobody's fault, so everybody's
+        except BaseException as error:  # also a tokenizer's panic; no single row is at fault, so all fail
             self._fail(list(self._rows), error)
         return True
 
@@ -211,7 +211,7 @@ class Scheduler:
         return row.fork if row.read < row.fork < end else end
 
     def _speak(self) -> None:
-        """One more token of every answer that has begun, and those that were guessed."""
+        """Send the next token of every answer that has begun, and correctly guessed ones."""
         rows = [row for row in self._rows if row.request.tokens]
         if not rows:
             return
@@ -225,11 +225,11 @@ class Scheduler:
         found = self._call(rows, last, self.model.feed_greedy if greedy else self.model.feed)
         if speculation is not None:
             speculation.plain(time.perf_counter() - begun, len(rows))
-        for row, said in zip(rows, found or (), strict=False):
-            self._choose(row, said[-1], greedy)
+        for row, choices in zip(rows, found or (), strict=False):
+            self._choose(row, choices[-1], greedy)
 
     def _guesses(self, row: Row, sequences: int) -> list[int]:
-        """What may follow in a row, of as many that speak."""
+        """Guessed tokens of a row, in a step of `sequences` rows."""
         request, speculation = row.request, self.model.speculation
         if speculation is None:
             return []
@@ -238,16 +238,16 @@ class Scheduler:
         return speculation.guess(row.guesser, request.max_tokens - len(request.tokens) - 1, sequences)
 
     def _speak_guessed(self, rows: list[Row], last: list[list[int]], begun: float) -> None:
-        """The tokens of answers that follow `last`, what was said and guesses behind it, as far as these are what is chosen."""
+        """Feed `last`, the last token and guesses of each row, and send the tokens up to the first wrong guess."""
         greedy, speculation = all(row.request.sampling.temperature == 0 for row in rows), self.model.speculation
         found = self._call(rows, last, partial(self.model.guess, greedy=greedy))
         if found is None or speculation is None:
             return
-        told: list[list[Event]] = []
+        row_events: list[list[Event]] = []
         failed: dict[int, NotFiniteError] = {}
-        for row, logits, given in zip(rows, found, last, strict=True):
+        for row, logits, tokens in zip(rows, found, last, strict=True):
             events = list[Event]()
-            for choices, guess in zip(logits[-len(given) :], [*given[1:], -1], strict=True):
+            for choices, guess in zip(logits[-len(tokens) :], [*tokens[1:], -1], strict=True):
                 try:
                     token = row.token(choices, greedy)
                 except NotFiniteError as error:
@@ -256,31 +256,28 @@ class Scheduler:
                 events.append(self._event(row, token))
                 if events[-1].ended or token != guess:
                     break
-            told.append(events)
+            row_events.append(events)
         accepted = np.zeros(rows[-1].number + 1 - rows[0].number, np.int64)
-        accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in told]
+        accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in row_events]
         self.model.accept(accepted)  # before an answer that ended is kept
-        held = [max(len(events) - 1, 0) for events in told]
-        speculation.guessed(time.perf_counter() - begun, [len(given) - 1 for given in last], held)
-        for row, events in zip(rows, told, strict=True):
+        hits = [max(len(events) - 1, 0) for events in row_events]
+        speculation.guessed(time.perf_counter() - begun, [len(tokens) - 1 for tokens in last], hits)
+        for row, events in zip(rows, row_events, strict=True):
             for event in events:
-                self._tell(row, event)
+                self._emit(row, event)
             if row.number in failed:
                 self._end(row, str(failed[row.number]))
 
     def _call(
         self, rows: list[Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
     ) -> list[np.ndarray] | None:
-        """What `feed` says of each row that reads its tokens; None where the call failed and they ended.
-
-        A call spans the rows from the first to the last of `rows`. One that fails may leave their states half written; other rows it does
-        not touch.
-        """
+        """Results of `feed` by row; None if the call failed, which ends their requests."""
+        # A call spans the rows from the first to the last of `rows`. A failed call may leave their states half written, but no others.
         first = rows[0].number
         ids = np.zeros((rows[-1].number + 1 - first, max(map(len, tokens))), np.int64)
         counts = np.zeros(len(ids), np.int64)
-        for row, given in zip(rows, tokens, strict=True):
-            ids[row.number - first, : len(given)], counts[row.number - first] = given, len(given)
+        for row, piece in zip(rows, tokens, strict=True):
+            ids[row.number - first, : len(piece)], counts[row.number - first] = piece, len(piece)
         try:
             found = feed(ids, counts, first)
         except Exception as error:  # of any runtime; other requests go on
@@ -301,20 +298,20 @@ class Scheduler:
         self._finish(row.request, Event("", "failed", why))
 
     def _choose(self, row: Row, found: np.ndarray, greedy: bool = False) -> None:
-        """Say the next token of a row; where there is none, its request ends, and no other."""
+        """Send the next token of a row; if its logits are not finite, end its request alone."""
         try:
             token = row.token(found, greedy)
         except NotFiniteError as error:
             self._end(row, str(error))
         else:
-            self._tell(row, self._event(row, token))
+            self._emit(row, self._event(row, token))
 
     def _event(self, row: Row, token: int) -> Event:
         if row.guesser is not None:
             row.guesser.extend([token])
         return row.say(token, () if row.request.ignore_eos else self._ends)
 
-    def _tell(self, row: Row, event: Event) -> None:
+    def _emit(self, row: Row, event: Event) -> None:
         if event.ended:
             self._rows.keep(row, lasting=True)
             self._free(row)

@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
             sock.listen(QUEUE)  # asyncio uses one number for backlog and accepts
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end; uvicorn asks ten times a second."""
+        """Whether to end; uvicorn calls it ten times a second."""
         return await super().on_tick(counter) or not self.worker.alive
 
     async def shutdown(self, sockets: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in an answer, in the forms that published chat templates ask for."""
+"""Tool calls in an answer, in the formats of published chat templates."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _mistral(text: str, tools: Tools) -> list[ToolCall]:
         if part.lstrip().startswith("["):
             found += [_object(call) for call in json.loads(part)]
         else:
-            name, _, given = part.partition("[ARGS]")
-            found.append((name.partition("[CALL_ID]")[0].strip(), json.loads(given)))
+            name, _, arguments = part.partition("[ARGS]")
+            found.append((name.partition("[CALL_ID]")[0].strip(), json.loads(arguments)))
     return found
 
 
@@ -107,10 +107,10 @@ def _python(text: str, tools: Tools) -> list[ToolCall]:
     for call in listed.elts:
         if not isinstance(call, ast.Call) or not isinstance(call.func, (ast.Name, ast.Attribute)) or call.args:
             raise ValueError("no call with named arguments")
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if None in given:
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if None in arguments:
             raise ValueError("an argument without a name")
-        found.append((ast.unparse(call.func), given))
+        found.append((ast.unparse(call.func), arguments))
     return found
 
 
@@ -133,10 +133,10 @@ def _between(text: str, begin: str, end: str) -> tuple[str, str]:
 
 
 def _object(call: Any) -> ToolCall:
-    given = call["arguments"] if "arguments" in call else call["parameters"]
+    arguments = call["arguments"] if "arguments" in call else call["parameters"]
     if not isinstance(call["name"], str):
         raise ValueError("the name is no text")
-    return call["name"], given
+    return call["name"], arguments
 
 
 class ToolCalls:
@@ -149,45 +149,47 @@ class ToolCalls:
 
     def __init__(self, form: Form | None, tools: Tools = ()) -> None:
         self.form, self.tools = form, tools
-        self._held, self._begun, self._calls = "", False, False
+        self._pending, self._begun, self._calls = "", False, False
 
     def push(self, text: str) -> str:
         """Add `text`; returns the content that is certain by now."""
         if self.form is None:
             return text
-        self._held += text
+        self._pending += text
         if self._calls:
             return ""
         mark, bare = self.form.mark, self.form.bare
-        if not self._begun and bare and self._held.lstrip().startswith(bare):
+        if not self._begun and bare and self._pending.lstrip().startswith(bare):
             self._calls = True
             return ""
-        before, found, _ = self._held.partition(mark)
+        before, found, _ = self._pending.partition(mark)
         if found:
-            self._calls, self._held = True, self._held[len(before) :]
+            self._calls, self._pending = True, self._pending[len(before) :]
             return before if before.strip() else ""
-        part = max((n for n in range(1, len(mark)) if self._held.endswith(mark[:n])), default=0)
-        sure = self._held[: len(self._held) - part]
+        part = max((n for n in range(1, len(mark)) if self._pending.endswith(mark[:n])), default=0)
+        sure = self._pending[: len(self._pending) - part]
         if not self._begun and not sure.strip():
             return ""  # blanks may precede a call
-        self._begun, self._held = True, self._held[len(sure) :]
+        self._begun, self._pending = True, self._pending[len(sure) :]
         return sure
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """Returns (rest of the content, calls as OpenAI's objects). An incomplete call is content, unchanged."""
-        held, self._held = self._held, ""
+        pending, self._pending = self._pending, ""
         if not self._calls or self.form is None:
-            return held, []
+            return pending, []
         try:
-            return "", [_said(name, given) for name, given in self.form.calls(held.strip(), self.tools)]
+            return "", [
+                _openai_call(name, arguments) for name, arguments in self.form.calls(pending.strip(), self.tools)
+            ]
         except _ERRORS:
-            return held, []
+            return pending, []
 
 
-def _said(name: str, given: Any) -> dict[str, Any]:
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+def _openai_call(name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     # Mistral's templates accept only call ids of nine letters and digits.
-    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def form_of(templates: Mapping[str, str]) -> Form | None:

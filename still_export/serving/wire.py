@@ -152,8 +152,8 @@ class Chat(Generation):
 class ParsedRequest:
     """A parsed request that can be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
-    before calls of tools; reasoning, calls: what tells those from content.
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`) and
+    before tool calls. reasoning, calls: Parsers that separate these from content.
     """
 
     chat: bool
@@ -239,10 +239,8 @@ def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool =
     most = 1 if warm else most
     room = context - len(prompt)
     if room < (most or 1):
-        asks = f" and {most} are asked for" if most else ""
-        message = (
-            f"this model's context holds {context} tokens; the prompt has {len(prompt)}{asks}. Shorten one of them."
-        )
+        requested = f" and {most} are asked for" if most else ""
+        message = f"this model's context holds {context} tokens; the prompt has {len(prompt)}{requested}. Shorten one of them."
         raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
     streamed = bool(request.stream)
     usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -315,12 +313,17 @@ class Reply:
 
     def whole(self, text: str, ended: str, tokens: int, cached: int = 0) -> dict[str, Any]:
         """The answer in one object."""
-        said: dict[str, Any] = {"text": text}
+        fields: dict[str, Any] = {"text": text}
         if self.request.chat:
             found = self._split(text, True)
             content = None if "tool_calls" in found else ""  # as in OpenAI's API
-            said = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self._finished(said.get("message", {}), ended)}
+            fields = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
+        choice = {
+            "index": 0,
+            **fields,
+            "logprobs": None,
+            "finish_reason": self._finished(fields.get("message", {}), ended),
+        }
         return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
 
     def first(self) -> list[dict[str, Any]]:
@@ -329,10 +332,10 @@ class Reply:
 
     def piece(self, text: str, ended: str | None = None) -> dict[str, Any]:
         """A chunk of a streamed answer."""
-        said = self._split(text, bool(ended)) if self.request.chat else {"text": text}
-        for number, call in enumerate(said.get("tool_calls", ())):
+        delta = self._split(text, bool(ended)) if self.request.chat else {"text": text}
+        for number, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = number
-        return self._of(said, self._finished(said, ended) if ended else None)
+        return self._of(delta, self._finished(delta, ended) if ended else None)
 
     def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
         """Chunks after all text."""
@@ -354,15 +357,15 @@ class Reply:
             rest, calls = self.request.calls.end()
             content += rest
         found = (("reasoning_content", thought), ("content", content), ("tool_calls", calls))
-        return {name: said for name, said in found if said}
+        return {name: value for name, value in found if value}
 
-    def _finished(self, said: Mapping[str, Any], ended: str) -> str:
-        return "tool_calls" if said.get("tool_calls") else FINISHED[ended]
+    def _finished(self, message: Mapping[str, Any], ended: str) -> str:
+        return "tool_calls" if message.get("tool_calls") else FINISHED[ended]
 
-    def _of(self, said: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
-        said = {"delta": said} if self.request.chat else said
+    def _of(self, fields: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
+        fields = {"delta": fields} if self.request.chat else fields
         usage = {"usage": None} if self.request.include_usage else {}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finished}
+        choice = {"index": 0, **fields, "logprobs": None, "finish_reason": finished}
         return {**self._chunk, "choices": [choice], **usage}
 
 

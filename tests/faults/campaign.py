@@ -77,7 +77,7 @@ def package_of(folder: Path, model: str, kind: str) -> Package:
 class Drawn:
     """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
 
-    follows = True
+    uses_decisions = True
     progress = staticmethod(silent)
 
     def __init__(self, package: Package, seed: int) -> None:
@@ -96,8 +96,8 @@ class Drawn:
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         return self.source.by_layer(answers)
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        decisions = {number: follow.get(number, Decisions()) for number in numbers}
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
+        decisions = {number: decisions.get(number, Decisions()) for number in numbers}
         new = [n for n in numbers if not any(decisions[n].is_like(other) for other, _ in self.known[n])]
         for number, case in zip(new, self.source.draw(new, decisions) if new else [], strict=True):
             del self.known[number][MOST:]

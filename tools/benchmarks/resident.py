@@ -62,7 +62,7 @@ def main() -> int:
         return held
 
     manifest = read_manifest(package)
-    setting.held(manifest)
+    setting.fitting_lengths(manifest)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     import onnxruntime  # noqa: F401  # with the modules, not with the session
 

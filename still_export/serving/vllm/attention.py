@@ -157,12 +157,12 @@ class ServedAttention(nn.Module):
             projected = {name: self.project(name, hidden_states) for name in self.projections}
             packed = PagedTokens((query, key, value), projected, self.attn.weights, turn)
             inputs = self.layer.inputs(packed)
-            beside = None
+            windowed = None
             if self.window is not None:
                 heads = (*turn(query, key), value)
-                beside = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
+                windowed = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
             output = self.attn(inputs, value.new_zeros(len(value), self.heads, dim))
-            mixed = self.layer.result(output, beside, packed).flatten(1)
+            mixed = self.layer.result(output, windowed, packed).flatten(1)
         result: Tensor = self.o_proj(mixed)[0]
         return result
 

@@ -52,8 +52,8 @@ class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM is untyped
 
 
 class StatesManager(MambaManager):  # type: ignore[misc]
-    """Allocates as many blocks as the spec requires, where vLLM's own manager counts one per so many tokens. With prefix caching it also
-    stores states and shares them with requests that begin alike."""
+    """Allocates as many blocks as the spec requires; vLLM's own manager counts one per so many tokens. With prefix caching, stores states
+    and shares them with requests of the same beginning."""
 
     def __init__(self, kv_cache_spec: StatesSpec, block_pool: Any, **named: Any) -> None:
         super().__init__(kv_cache_spec, block_pool, **named)
@@ -84,14 +84,14 @@ class StatesManager(MambaManager):  # type: ignore[misc]
             return (
                 int(pool.num_gpu_blocks) + 1
             )  # more than exist: its states are copied in this step, so they can be used in the next
-        held = len(self.req_to_blocks.get(request_id, ()))
-        needed = max(0, self.kv_cache_spec.blocks(num_tokens) - held - len(found))
+        owned = len(self.req_to_blocks.get(request_id, ()))
+        needed = max(0, self.kv_cache_spec.blocks(num_tokens) - owned - len(found))
         if found:
             needed += len(self.pages.changing(num_local_computed_tokens)) + self._get_num_evictable_blocks(found)
         self.granted.discard(request_id)
         if request_id in self.ends:
             copies = len(self.pages.changing(self.ends[request_id][0]))
-            if pool.get_num_free_blocks() >= needed + held + SPARE * copies:
+            if pool.get_num_free_blocks() >= needed + owned + SPARE * copies:
                 self.granted.add(request_id)
                 needed += copies
         return needed
@@ -108,40 +108,40 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         self.num_cached_block[request_id] = 0  # marks the request as running in vLLM
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *rest: Any, **named: Any) -> list[Any]:
-        pool, blocks, given = self.block_pool, self.req_to_blocks[request_id], []
+        pool, blocks, added = self.block_pool, self.req_to_blocks[request_id], []
         end = self.ends.pop(request_id, None)
         if end is not None and request_id in self.granted:
             self._keep(blocks, *end)
         for column in self.shared.pop(request_id, ()):
             (own,) = pool.get_new_blocks(1)
             self._apply_cow(request_id, column, blocks[column], own)
-            given.append(own)
+            added.append(own)
         grown = max(0, self.kv_cache_spec.blocks(num_tokens) - len(blocks))
         if grown:
             new = pool.get_new_blocks(grown)
             blocks.extend(new)
-            given += new
+            added += new
             if self._record_new_block_ids:
                 self.new_block_ids.extend(block.block_id for block in new)
         self.seen[request_id] = num_tokens
-        return given
+        return added
 
     # Prefix caching.
 
     def _keep(self, blocks: Sequence[Any], tokens: int, end: Any) -> None:
         """Copy the blocks that the request will change; vLLM does it before the step, with all copies of the step at once."""
-        kept = list(blocks[: self.kv_cache_spec.blocks(tokens)])
+        cached = list(blocks[: self.kv_cache_spec.blocks(tokens)])
         for column in self.pages.changing(tokens):
             (copy,) = self.block_pool.get_new_blocks(1)
-            self._pending_cow_copies.append((kept[column], copy))
-            kept[column].ref_cnt += 1  # released after the copy, like the copy itself
-            kept[column] = copy
-        for block in kept:
+            self._pending_cow_copies.append((cached[column], copy))
+            cached[column].ref_cnt += 1  # released after the copy, like the copy itself
+            cached[column] = copy
+        for block in cached:
             if block.block_hash is None:
                 key = make_block_hash_with_group_id(Prefixes.new_key(), self.kv_cache_group_id)
                 self.block_pool._insert_block_hash(key, block, num_tokens=tokens)
-        self.prefixes.keep(end, self.kv_cache_group_id, kept)
-        self.cached_blocks_this_step.add(kept[0].block_hash)
+        self.prefixes.keep(end, self.kv_cache_group_id, cached)
+        self.cached_blocks_this_step.add(cached[0].block_hash)
 
     def cache_blocks(self, request: Any, num_tokens: int, *rest: Any, **named: Any) -> None:
         name, unit = request.request_id, self.block_pool.hash_block_size

@@ -43,8 +43,8 @@ class ServedConfig:
         layers = paged_layers(config)
         # vLLM counts layers by kind in this attribute.
         config.layers_block_type = ["attention" if layer is None else "mamba" for layer in layers]
-        asked = model_config.original_max_model_len
-        model_config.max_model_len = context_length(config, model_config.max_model_len, asked not in (None, -1))
+        requested = model_config.original_max_model_len
+        model_config.max_model_len = context_length(config, model_config.max_model_len, requested not in (None, -1))
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -90,8 +90,8 @@ class ServedConfig:
 def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     """Lower --max-num-seqs to the number of requests whose first pages fit into GPU memory, and log it.
 
-    More requests never run at the same time. To measure its CUDA graphs, vLLM also takes a page for each allowed request before it knows
-    how much memory is left.
+    More requests never run at the same time. While measuring its CUDA graphs, vLLM also reserves a page for each allowed request, before it
+    knows how much memory is left.
 
     Raises:
         ConfigError: No request's pages fit.
@@ -131,17 +131,17 @@ def weight_bytes(model_config: Any) -> int:
     return min(whole, files if files and getattr(config, "quantization_config", None) else count)
 
 
-def context_length(config: Any, tokens: int, asked: bool) -> int:
-    """Most tokens of a request: `tokens`, limited to the capacity unless the user `asked` for them.
+def context_length(config: Any, tokens: int, requested: bool) -> int:
+    """Most tokens of a request: `tokens`, limited to the capacity unless the user `requested` them.
 
     Raises:
-        ConfigError: The user asked for more than the capacity.
+        ConfigError: The user requested more than the capacity.
     """
     deployment = config.still.deployment
     capacity = deployment.capacity(config)
     if not deployment.bounded or tokens <= capacity:
         return tokens
-    if asked:
+    if requested:
         raise ConfigError(
             f"--max-model-len {tokens} exceeds capacity_tokens={capacity} of this STILL model. Ask for at most {capacity}, or make the "
             "folder again with a larger --capacity-tokens."
@@ -172,7 +172,7 @@ def check_device(config: Any, dtype: torch.dtype, device: str, capability: int |
             )
 
 
-def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
+def find_quantized(quantization: Any, stored: Mapping[str, Any] | None) -> None:
     """Let vLLM quantize projections of attention where it infers the quantized modules.
 
     If an AWQ checkpoint does not list its unquantized modules, vLLM assumes every module with a plain weight is one, and all modules whose
@@ -180,9 +180,10 @@ def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
 
     Args:
         quantization: vLLM's configuration; its list of unquantized modules is changed.
+        stored: quantization_config of the checkpoint.
     """
     found = getattr(quantization, "modules_to_not_convert", None)
-    if found and not (said or {}).get("modules_to_not_convert"):
+    if found and not (stored or {}).get("modules_to_not_convert"):
         quantization.modules_to_not_convert = [name for name in found if not name.endswith(".self_attn")]
 
 

@@ -55,16 +55,16 @@ class VllmEngine:
         settings = {"model": str(self.folder), "dtype": self.dtype, "tensor_parallel_size": self.ranks, **self.settings}
         job = {"settings": settings, "load": asdict(load), "requests": [asdict(r) for r in requests]}
         with tempfile.TemporaryDirectory() as name:
-            asked, answered, log = Path(name, "job.json"), Path(name, "answers.json"), Path(name, "log")
-            asked.write_text(json.dumps(job))
-            failed = in_process(log, _answer, asked, answered)
-            said = log.read_text(errors="replace") if log.exists() else ""
+            job_path, answers_path, log = Path(name, "job.json"), Path(name, "answers.json"), Path(name, "log")
+            job_path.write_text(json.dumps(job))
+            failed = in_process(log, _answer, job_path, answers_path)
+            text = log.read_text(errors="replace") if log.exists() else ""
             if self.log is not None:
                 with self.log.open("a") as file:
-                    file.write(f"--- {load.name}\n{said}")
-            if failed or not answered.exists():
-                raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(said)}")
-            found = json.loads(answered.read_text())
+                    file.write(f"--- {load.name}\n{text}")
+            if failed or not answers_path.exists():
+                raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(text)}")
+            found = json.loads(answers_path.read_text())
         return Served(
             [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in found["answers"]],
             found["preemptions"],
@@ -105,11 +105,11 @@ def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None],
     call(*arguments)
 
 
-def _answer(asked: Path, answered: Path) -> None:
-    job = json.loads(asked.read_text())
+def _answer(job_path: Path, answers_path: Path) -> None:
+    job = json.loads(job_path.read_text())
     load, requests = job["load"], job["requests"]
     llm = open_engine(job["settings"], load)
-    answered.write_text(json.dumps(press(llm.llm_engine, requests, load["preempt_every"])))
+    answers_path.write_text(json.dumps(press(llm.llm_engine, requests, load["preempt_every"])))
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
     import torch
     from transformers import AutoConfig
 
-    import still_export.models.families.softmax_families  # noqa: F401  # which tells transformers of the configurations
+    import still_export.models.families.softmax_families  # noqa: F401  # registers the configurations with transformers
     from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
     config, tokens = AutoConfig.from_pretrained(settings["model"]), load["context_tokens"]
@@ -153,8 +153,8 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
     blocks = 2 + -(-(len(layers) - softmax) // size) * ((load["rows"] - 1) * pages.after(1) + pages.after(tokens))
     if softmax:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        held = tokens * 2 * config.num_key_value_heads * head_dim * dtype.itemsize
-        blocks += -(-softmax // size) * (1 + -(-held // pages.size_bytes))
+        cache_bytes = tokens * 2 * config.num_key_value_heads * head_dim * dtype.itemsize
+        blocks += -(-softmax // size) * (1 + -(-cache_bytes // pages.size_bytes))
     return int(load["tight"] * blocks)
 
 
@@ -165,7 +165,7 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> di
     waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrives"])
     answers: dict[int, dict[str, Any]] = {}
     thrown: dict[str, int] = {}
-    step = kept = 0
+    step = cached = 0
     while len(answers) < len(requests):
         while waiting and requests[waiting[0]]["arrives"] <= step:
             number = waiting.pop(0)
@@ -177,7 +177,7 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> di
             engine.reset_prefix_cache(reset_running_requests=True)
         for output in engine.step():
             if output.finished:
-                kept += output.num_cached_tokens or 0
+                cached += output.num_cached_tokens or 0
                 (found,) = output.outputs
                 tokens = list(found.token_ids)
                 chosen = [entry[token].logprob for entry, token in zip(found.logprobs, tokens, strict=True)]
@@ -186,4 +186,4 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> di
             thrown[name] = request.num_preemptions
         step += 1
     in_order = [answers[i] for i in range(len(requests))]
-    return {"answers": in_order, "preemptions": sum(thrown.values()), "kept_tokens": kept}
+    return {"answers": in_order, "preemptions": sum(thrown.values()), "kept_tokens": cached}

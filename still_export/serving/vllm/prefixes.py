@@ -20,7 +20,7 @@ class Prefixes:
     """Prefixes in the blocks of one pool."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[Any, int], list[tuple[Any, Any]]] = {}
+        self.entries: dict[tuple[Any, int], list[tuple[Any, Any]]] = {}
         self.sweep_at = 1024
 
     @staticmethod
@@ -35,11 +35,11 @@ class Prefixes:
             end: vLLM's hash of all its tokens.
             group: Group of layers.
         """
-        kept = self.kept.get((end, group), [])
-        if any(block.block_hash != key for block, key in kept):
-            del self.kept[end, group]
+        pairs = self.entries.get((end, group), [])
+        if any(block.block_hash != key for block, key in pairs):
+            del self.entries[end, group]
             return []
-        return [block for block, _ in kept]
+        return [block for block, _ in pairs]
 
     @staticmethod
     def new_key() -> bytes:
@@ -48,8 +48,8 @@ class Prefixes:
 
     def keep(self, end: Any, group: int, blocks: Sequence[Any]) -> None:
         """Remember `blocks`, which carry their keys."""
-        if len(self.kept) >= self.sweep_at:
-            for one in list(self.kept):
+        if len(self.entries) >= self.sweep_at:
+            for one in list(self.entries):
                 self.find(*one)
-            self.sweep_at = max(1024, 2 * len(self.kept))
-        self.kept[end, group] = [(block, block.block_hash) for block in blocks]
+            self.sweep_at = max(1024, 2 * len(self.entries))
+        self.entries[end, group] = [(block, block.block_hash) for block in blocks]

@@ -11,8 +11,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 class _AtEnds:
     """Splits prompts there as well."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.need_mamba_block_aligned_split = True
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]  # type: ignore[attr-defined]
         self.every = max(getattr(spec, "every", 1) for spec in specs)

@@ -520,7 +520,7 @@ def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_defaults_and_limits_stand_in_records(verb: str) -> None:
     """What a verb states itself are files and switches."""
     function = getattr(import_module(f"still_export.cli.{verb}"), verb)
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "asked"]
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
     flags = [(p, next(iter(getattr(p.annotation, "__metadata__", ())))) for p in own]
     assert VERBS[verb]
     assert not [p.name for p, flag in flags if p.default not in (None, False, inspect.Parameter.empty)]

@@ -145,7 +145,7 @@ class Asked:
         """What verify says of the runner."""
         verifier = Verifier(self.package, cases, Subject(self.package), replays=0)
         answers = verifier.ask(self.session, [cases.begin(number) for number in range(cases.count)])
-        drawn = cases.draw(range(cases.count), answers.decisions if cases.follows else {})
+        drawn = cases.draw(range(cases.count), answers.decisions if cases.uses_decisions else {})
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype="float32")
         return verifier.judge(judged, bounds, answers, "")
@@ -191,12 +191,12 @@ def test_answers_in_a_file_follow_a_runtime_as_pytorch_beside_it_does(tmp_path: 
     record_cases(asked.cases, asked.package, tmp_path / "calls.npz", decisions=chosen.decisions)
     read = RecordedCases(tmp_path / "calls.npz", asked.package)
     report = asked.judged(read)
-    assert read.followed and report.selections == live.selections
+    assert read.has_decisions and report.selections == live.selections
     assert report.mismatches == live.mismatches and len(report.outputs) == len(live.outputs)
     alone = Asked(other)
     record_cases(alone.cases, alone.package, tmp_path / "alone.npz")
     read = RecordedCases(tmp_path / "alone.npz", alone.package)
-    assert not read.followed and alone.judged(read).mismatches
+    assert not read.has_decisions and alone.judged(read).mismatches
 
 
 def test_selections_of_something_else_are_refused(tmp_path: Path) -> None:

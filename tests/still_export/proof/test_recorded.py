@@ -20,7 +20,7 @@ PACKAGE = Package(Path("package"), {"portable": "of these weights", "files": {}}
 class Drawn:
     """Two cases."""
 
-    count, follows = 2, False
+    count, uses_decisions = 2, False
     progress: Progress = staticmethod(silent)
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Drawn:
     def begin(self, number: int) -> Question:
         return Question(())
 
-    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         return [self.case(number) for number in numbers]
 
     def case(self, number: int) -> Case:

@@ -133,12 +133,12 @@ CONTROLS = ["early", "exchanged", "kept"]
 
 def spoil(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if control == "early":  # hidden states one token early
-        follow: Callable[..., None] = Head.follow
+        add: Callable[..., None] = Head.add
 
         def early(self: Head, first: int, tokens: Any, counts: Any, hidden: np.ndarray) -> None:
-            follow(self, first, tokens, counts, np.roll(hidden, 1, axis=1))
+            add(self, first, tokens, counts, np.roll(hidden, 1, axis=1))
 
-        monkeypatch.setattr(Head, "follow", early)
+        monkeypatch.setattr(Head, "add", early)
     elif control == "exchanged":  # embedding and hidden state, in the concatenation
 
         def decode(self: Any, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **more: Any) -> Any:

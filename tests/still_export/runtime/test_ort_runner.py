@@ -302,7 +302,7 @@ def test_a_graph_that_says_the_token_keeps_logits_where_they_are(
     onnx.save(graph, tmp_path / "model.onnx")
     model.session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     monkeypatch.setattr(model.captures, "options", lambda graph=0: None)  # which the CPU provider has none of
-    model.replays = model.says_token = True
+    model.replays = model.returns_token = True
     model.start()
     first = int(model.prefill(PROMPT).argmax())
     steps = model.greedy(np.array([first]), 9)

@@ -91,10 +91,10 @@ def test_a_call_within_a_chunk_copies_and_reads_nothing_again(
     model.guess(PROMPT[:, :3], np.array([3, 3, 1]))
     model.accept(np.array([1, 2, 1]))
     before = len(calls)
-    assert not model._kept and model.length.tolist() == [2, CHUNK + 7, 2 * CHUNK]
+    assert not model._saved and model.length.tolist() == [2, CHUNK + 7, 2 * CHUNK]
     model.guess(PROMPT[:, :2], np.array([2, 1, 2]))  # the last one begins a chunk
     model.accept(np.array([1, 1, 1]))
-    assert calls[before:] == [1 + GUESSES] * 2 and set(model._kept) == {s.name for s in model.table if s.apart}
+    assert calls[before:] == [1 + GUESSES] * 2 and set(model._saved) == {s.name for s in model.table if s.apart}
     model.guess(PROMPT[:, :2], np.array([2, 2, 2]))  # the second one does
     model.accept(np.array([2, 2, 2]))  # all hold: its states are those after the call
     assert calls[before:] == [1 + GUESSES] * 3
@@ -150,7 +150,7 @@ def test_refusals(export_tiny: Exporter, module: FakeTensorRT, tmp_path: Path) -
     path = built(still(export_tiny), tmp_path / "trt")
     model = begun(TrtModel(path))
     demand_refusals(model)
-    before, model._kept = model.state_arrays(), {}
+    before, model._saved = model.state_arrays(), {}
     limit, model.driver.limit = model.driver.limit, sum(len(block) for block in model.driver.blocks.values())
     with pytest.raises(RunError, match=r"out of device memory.*keep a copy.*--guess none"):
         model.guess(np.full((SEQUENCES, 5), 5))

@@ -89,7 +89,7 @@ def test_answers_alone(model: OrtModel, guessing_package: Path) -> None:
             again = case.prompt + right.tokens + IDS[:3]
             assert guessing.generate(again, max_tokens=5).tokens == plain.generate(again, max_tokens=5).tokens
             assert guessing._last is not None and guessing._last.cached_tokens > len(case.prompt)
-    assert model.speculation.held > 50 and model.speculation.held < model.speculation.guesses
+    assert model.speculation.accepted > 50 and model.speculation.accepted < model.speculation.guesses
     assert found.to_dict()["speculation"]["steps"] == model.speculation.steps
 
 
@@ -159,10 +159,11 @@ def test_answers_beside_others(model: OrtModel, guessing_package: Path, byte_pac
             for client in clients:
                 assert client.told == alone(client.case)
         assert model.speculation is not None
-        assert 0 < model.speculation.held < model.speculation.guesses
+        assert 0 < model.speculation.accepted < model.speculation.guesses
     metrics = Metrics(scheduler).text().decode()
     assert (
-        f"still_accepted_tokens {float(model.speculation.held)}" in metrics and "still_guesses_won_seconds" in metrics
+        f"still_accepted_tokens {float(model.speculation.accepted)}" in metrics
+        and "still_guesses_won_seconds" in metrics
     )
 
 
@@ -174,7 +175,7 @@ def test_a_draft_model(model: OrtModel, guessing_package: Path, byte_package: Pa
     for case in CASES:
         right = plain.generate(case.prompt, max_tokens=case.tokens)
         assert guessing.generate(case.prompt, max_tokens=case.tokens).tokens == right.tokens
-    assert model.speculation.held > 0.95 * model.speculation.guesses  # the draft has the same weights
+    assert model.speculation.accepted > 0.95 * model.speculation.guesses  # the draft has the same weights
     with pytest.raises(RunError, match="accepts no guesses of a draft: export it with --speculate"):
         still_export.load(byte_package, guess=guessing_package)
     other = OrtModel(byte_package, threads=1)

@@ -135,7 +135,7 @@ def served(
         while together.step():
             pass
         other += [number for number, request, seen in some if (request.tokens, seen) != wanted[number][1]]
-    assert cache.found > cache.asked / 8, "kept states were found"
+    assert cache.hit_tokens > cache.prompt_tokens / 8, "kept states were found"
     return other
 
 
@@ -167,7 +167,7 @@ def test_states_of_other_servers_are_not_taken(package: Path, tmp_path: Path) ->
     for reproducible in (False, True):
         cache = open_prefixes(model, "8MiB", tmp_path / "kept", reproducible)
         scheduler = Scheduler(model, Text(model), 1, prefixes=cache, reproducible=reproducible)
-        assert cache is not None and not cache.found
+        assert cache is not None and not cache.hit_tokens
         alone(scheduler, Asked(TEXT[:100], 2, 0))
         cache.close()
     again = open_prefixes(model, "8MiB", tmp_path / "kept", reproducible=True)

@@ -162,7 +162,7 @@ def test_kept_prefixes_change_no_answer(shared: OrtModel, text: Text, alone: Any
                 assert client.told == alone(client.case)
 
     check()
-    assert 0 < cache.found < cache.asked
+    assert 0 < cache.hit_tokens < cache.prompt_tokens
 
 
 def test_a_turn_reads_what_is_new_alone(shared: OrtModel, text: Text) -> None:
@@ -349,7 +349,7 @@ def test_what_nobody_foresaw_ends_requests_not_the_thread(
 
 
 def test_an_idle_model_gives_its_memory_back(shared: OrtModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.serving.rows.KEPT_TOKENS", 50)
+    monkeypatch.setattr("still_export.serving.rows.IDLE_TOKENS", 50)
     scheduler = Scheduler(shared, text, rows=2)
     client = Client(Case(0, 120, 3))
     scheduler.submit(client.request)

@@ -220,12 +220,12 @@ def test_longest_of_a_part_takes_few_values() -> None:
 def test_the_context_ends_at_the_capacity(model: Any) -> None:
     config = model.config
     capacity = config.still.deployment.capacity(config)
-    assert context_length(config, capacity + 1, asked=False) == capacity
-    assert context_length(config, capacity - 1, asked=True) == capacity - 1
+    assert context_length(config, capacity + 1, requested=False) == capacity
+    assert context_length(config, capacity - 1, requested=True) == capacity - 1
     with pytest.raises(ConfigError, match=f"--max-model-len {capacity + 1} exceeds capacity_tokens={capacity}"):
-        context_length(config, capacity + 1, asked=True)
+        context_length(config, capacity + 1, requested=True)
     folding = still_model("llama", torch.float32, overflow="fold_oldest").config
-    assert context_length(folding, 10 * capacity, asked=True) == 10 * capacity
+    assert context_length(folding, 10 * capacity, requested=True) == 10 * capacity
 
 
 def test_layers_are_named_as_vllm_counts_them(model: Any) -> None:
@@ -453,7 +453,7 @@ def test_a_prefix_is_lost_with_the_first_of_its_blocks() -> None:
     prefixes.sweep_at = 1
     blocks[5].block_hash = None
     prefixes.keep("d", 0, blocks[:2])
-    assert list(prefixes.kept) == [("d", 0)]
+    assert list(prefixes.entries) == [("d", 0)]
 
 
 class Pool:

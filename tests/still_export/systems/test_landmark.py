@@ -68,7 +68,7 @@ def test_prompts_and_answers(folders: dict[str, Path], package: str, length: int
     model, prompt = opened(folders[package]), TEXT[:length].tolist()
     assert list(model.generate(prompt, 15, Sampling())) == likeliest(folders["model"], prompt, 15)
     assert int(model.length[0]) == model.feeding.length(length + 14)
-    assert model.feeding.given(int(model.length[0])) == length + 14
+    assert model.feeding.text_tokens(int(model.length[0])) == length + 14
 
 
 def test_logits_of_a_text(folders: dict[str, Path]) -> None:

@@ -16,16 +16,16 @@ ROOM = 0.5
 
 
 @dataclass(frozen=True)
-class Theirs:
+class Reading:
     """A model as another program reads it.
 
     Args:
-        by: Which one answers.
-        read: Which one read the tensors; "": the same.
-        tensors: By its names, float.
-        logits: Answers prompts of tokens [1, T] with [T, V]; None: it cannot.
-        merged: Adapters were added.
-        why: Why it cannot, or what it left out.
+        by: Name of the program.
+        read: Name of the program that read the tensors; "": the same.
+        tensors: Float tensors by the program's names.
+        logits: Logits [T, V] for tokens [1, T]; None: it cannot compute them.
+        merged: Adapters are merged into the tensors.
+        why: Lines on what it cannot do or left out.
     """
 
     by: str
@@ -39,7 +39,7 @@ class Theirs:
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     """Logits [T, V] of a transformers model for tokens [1, T]."""
     if hasattr(model.config, "_experts_implementation"):
-        model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+        model.config._experts_implementation = "eager"  # the others require certain multiples as sizes
     for module in model.modules():
         if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
             module.time_step_limit = tuple(
