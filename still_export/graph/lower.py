@@ -21,7 +21,7 @@ from still_export.models.read.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.spec import CACHE
-from still_graphs.states import EMBEDDINGS, GIVEN, StateTable
+from still_graphs.states import EMBEDDINGS, IMAGE_INPUTS, StateTable
 
 IR_VERSION = 10
 
@@ -159,7 +159,7 @@ def onnx_of(
 
 def _give_defaults(model: ir.Model) -> None:
     """Make image inputs optional: no embeddings, and positions that count tokens."""
-    for value in [value for value in model.graph.inputs if value.name in GIVEN]:
+    for value in [value for value in model.graph.inputs if value.name in IMAGE_INPUTS]:
         dtype, sizes = value.dtype or ir.DataType.FLOAT, [*(value.shape or ())]
         embeds = value.name == EMBEDDINGS
         shape: list[int | str] = [f"{value.name}_{axis}" for axis in ("batch", "tokens")]

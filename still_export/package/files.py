@@ -122,8 +122,8 @@ def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
     )
 
 
-class Held:
-    """Keeps files open that a runtime has mapped: a replaced file changes nothing, and a written one is detected."""
+class OpenFiles:
+    """Open files that a runtime has mapped: replacing one has no effect, and writing to one is detected."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._files = [path.open("rb", buffering=0) for path in paths]

@@ -128,13 +128,13 @@ def _staging(target: Path, alone: bool = True) -> Iterator[Path]:
                 f"another process is writing {target} (into {others[0].name}). Wait until it is done, or choose another folder."
             )
         staging.mkdir()
-        held = _hold(staging)
+        lock = _hold(staging)
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def _name(path: Path) -> str:
@@ -225,7 +225,7 @@ def _lives(staging: Path) -> bool | None:
 def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
     """Move `staging` to `target` in one step. The old folder is then at `staging` or deleted, except entries in `keep`."""
     if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
-        _bring(staging, target, keep)
+        _move_missing(staging, target, keep)
         return
     if not target.exists():
         staging.rename(target)
@@ -238,11 +238,11 @@ def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
     except BaseException:
         aside.rename(target)
         raise
-    _bring(aside, target, keep)
+    _move_missing(aside, target, keep)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _bring(old: Path, new: Path, names: Iterable[str]) -> None:
+def _move_missing(old: Path, new: Path, names: Iterable[str]) -> None:
     for name in names:
         if (old / name).exists() and not (new / name).exists():
             (old / name).rename(new / name)

@@ -37,7 +37,7 @@ class ChainCall:
         every: Logits of every token, where the package gives those of the last.
         inputs: What layers 1, 2, ..., and behind the last the model's norm, read in the place of what the layer before gave, [B, T, C]
             each; what that gave is kept then.
-        given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
+        given: What the call has of images, by `still_graphs.states.IMAGE_INPUTS`, over its tokens.
     """
 
     tokens: np.ndarray
