@@ -53,8 +53,8 @@ def _groups(model: ir.Model, parts: int | None) -> list[list[ir.Node]]:
 
 def _alike(group: list[ir.Node]) -> bool:
     """Whether the group is two products of the same size."""
-    held = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
-    shapes = [weight.shape for weight in held if weight is not None]
+    weights = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
+    shapes = [weight.shape for weight in weights if weight is not None]
     return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
@@ -77,9 +77,9 @@ def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:
     merged = store(graph, ir.LazyTensor(read, dtype, ir.Shape([height, sum(sizes)]), name="+".join(names)))
     first = group[0]
     product = ir.node("MatMul", [first.inputs[0], merged], name=f"{first.name}.merged")
-    given = first.outputs[0].shape
-    if given is not None:
-        product.outputs[0].shape = ir.Shape([*given[:-1], sum(sizes)])
+    shape = first.outputs[0].shape
+    if shape is not None:
+        product.outputs[0].shape = ir.Shape([*shape[:-1], sum(sizes)])
     product.outputs[0].dtype = dtype
     product.outputs[0].name = f"{first.outputs[0].name}.merged"
     counts = store(graph, ir.tensor(np.array(sizes, np.int64), name=f"{first.outputs[0].name}.sizes"))

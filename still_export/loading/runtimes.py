@@ -147,12 +147,12 @@ def open_torch(asked: Opening) -> Runner:
     import torch
 
     from still_export.graph.options import ExportOptions
-    from still_export.graph.quantization.read import held_model
+    from still_export.graph.quantization.read import package_model
     from still_export.loading.torch import TorchModel
 
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    model = held_model(ExportOptions.from_manifest(asked.manifest), asked.folder, asked.manifest)
+    model = package_model(ExportOptions.from_manifest(asked.manifest), asked.folder, asked.manifest)
     return TorchModel(asked.manifest, model, asked.folder)
 
 

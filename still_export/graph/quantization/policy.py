@@ -31,17 +31,17 @@ DEFAULT_LORA = "apart"
 """The demo model, int4: mean KL 0.0000 nats on 2,048 tokens apart from the exact blocks of its Q4_1 base, 0.264 merged and rounded."""
 
 
-def parse_budget(said: str) -> float:
-    """The fraction in "+1%": 0.01.
+def parse_budget(text: str) -> float:
+    """The fraction in `text`: "+1%" is 0.01.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: `text` has another form.
     """
-    if re.fullmatch(r"\+\d+(\.\d+)?%", said) is None:
+    if re.fullmatch(r"\+\d+(\.\d+)?%", text) is None:
         raise ConfigError(
-            f"--quantize-budget {said!r} is no budget: it is what bits per byte may grow by, such as +1% or +0.5%."
+            f"--quantize-budget {text!r} is no budget: it is what bits per byte may grow by, such as +1% or +0.5%."
         )
-    return float(said[1:-1]) / 100
+    return float(text[1:-1]) / 100
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class Quantization:
     has_block: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        given = (
+        options = (
             ("quantize", self.scheme, SCHEMES),
             ("quantize-method", self.method, METHODS),
             ("lora", self.lora, LORA),
         )
-        for flag, value, known in given:
+        for flag, value, known in options:
             if value not in known:
                 raise unknown(value, known, f"--{flag} {value}")
         if self.adapters and not self.layout.adapters:
@@ -196,15 +196,15 @@ class Quantization:
 
 
 def account(
-    asked: Quantization,
+    policy: Quantization,
     roles: Mapping[str, str],
     forms: Mapping[str, tuple[int | None, str]],
     places: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
+    """The manifest's entry: the scheme and, for each role, the bits, rounding method and number of its weights.
 
     Args:
-        forms: Bits and method of the quantized ones.
+        forms: (bits, method) of quantized weights by name.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(
@@ -212,10 +212,10 @@ def account(
     ).items():
         found.setdefault(role, []).append({"bits": bits, "method": method, "weights": count})
     return {
-        "scheme": asked.scheme,
-        "nodes": asked.layout.nodes,
-        "block_size": asked.block_size or None,
-        "lora": asked.lora,
+        "scheme": policy.scheme,
+        "nodes": policy.layout.nodes,
+        "block_size": policy.block_size or None,
+        "lora": policy.lora,
         "roles": found,
         "adapters": list(places),
     }
