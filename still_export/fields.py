@@ -32,10 +32,10 @@ def first_fault(error: ValidationError) -> str:
             field += f"[{part}]"
         elif "[" not in part and part not in _BRANCHES:
             field += f".{part}" if field and part.isidentifier() else part if part.isidentifier() else f'["{part}"]'
-    said = fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ")
     value = fault.get("input")
     shown = "" if isinstance(value, (dict, list, BaseModel)) or fault["type"] == "missing" else f", not {value!r:.60}"
-    return f"{field}: {said}{shown}" if field else f"{said}{shown}"
+    return f"{field}: {message}{shown}" if field else f"{message}{shown}"
 
 
 _BRANCHES = ("int", "str", "float", "bool", "none", "constrained-int", "constrained-float", "constrained-str")

@@ -61,8 +61,8 @@ class AheadMixin:
     def decode(self, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **kwargs: Any) -> Any:
         """Like StillModelMixin. `hidden` [B, T, channels]: for each token, the model's hidden vector of the one before."""
         tokens = self.embedding_norm(self.model.embed_tokens(input_ids))
-        given = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
-        return super().decode(positions, cache, inputs_embeds=given, **kwargs)  # type: ignore[misc]
+        embeds = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
+        return super().decode(positions, cache, inputs_embeds=embeds, **kwargs)  # type: ignore[misc]
 
 
 @cache
@@ -87,8 +87,8 @@ def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | Non
         if "linear_attention" in types:  # its state would depend on the model's states
             return None
         dropped = ("hybrid_override_pattern", "mtp_hybrid_override_pattern", "layers_block_type")
-        kept = {name: value for name, value in values.items() if name not in dropped}
-        return {**kept, "layer_types": types, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
+        remaining = {name: value for name, value in values.items() if name not in dropped}
+        return {**remaining, "layer_types": types, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
     return None
 
 

@@ -115,10 +115,10 @@ class StillModelMixin:
         Raises:
             PaddingError: The mask has padding between tokens, or contradicts the cache.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None or (input_ids is not None and inputs_embeds is not None):
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError("pass exactly one of input_ids and inputs_embeds.")
-        batch, tokens = given.shape[:2]
+        batch, tokens = inputs.shape[:2]
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, StillCache):
             raise UnsupportedError(
@@ -128,7 +128,7 @@ class StillModelMixin:
         if cache is None and caching:
             cache = StillCache.empty(self.config)
         progress = Progress() if cache is None else cache.progress
-        length = progress.start(batch, given.device)
+        length = progress.start(batch, inputs.device)
         if attention_mask is None:
             new_tokens, columns = progress.every(tokens), None
         else:
@@ -139,9 +139,9 @@ class StillModelMixin:
             )
         positions = length[:, None]
         if tokens != 1:
-            positions = positions + torch.arange(tokens, device=given.device)
+            positions = positions + torch.arange(tokens, device=inputs.device)
         if position_ids is not None:
-            real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
+            real = torch.arange(tokens, device=inputs.device) < new_tokens[:, None]
             if not bool(((position_ids == positions) | ~real).all()):
                 raise PaddingError(
                     "position_ids differ from the sequences' own positions; leave them out: each sequence continues at its length."
@@ -151,10 +151,10 @@ class StillModelMixin:
         progress.advance()
         hidden, states = outputs.last_hidden_state, outputs.hidden_states
         if columns is not None:
-            given_columns = columns.argsort(1)
-            states = None if states is None else tuple(_columns(state, given_columns) for state in states)
+            inverse = columns.argsort(1)
+            states = None if states is None else tuple(_columns(state, inverse) for state in states)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep == 0:
-                hidden = _columns(hidden, given_columns)
+                hidden = _columns(hidden, inverse)
         if (
             tokens != 1 or isinstance(logits_to_keep, Tensor) or logits_to_keep > 1
         ):  # else the only token is the last one

@@ -62,8 +62,8 @@ class Source:
 
     def left_out(self, ahead: bool = True) -> str:
         """Unused tensors in words, "": none; `ahead`: count the MTP head."""
-        kept = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
-        return " and ".join(f"{count} tensors of {what}" for what, count in kept)
+        unused = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
+        return " and ".join(f"{count} tensors of {what}" for what, count in unused)
 
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""

@@ -342,8 +342,8 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
         codes = weight.contiguous().view(torch.uint8).reshape(outputs, -1, wide).numpy()
         return Float8Weight(codes, spread(_numbers(scale)).numpy(), None, 8)
 
-    held = SourceBlocks(8, False, False, blocks, wide, float8=True)
-    return Deferred(torch.Size((outputs, inputs)), torch.float32, values, held, 8)
+    source = SourceBlocks(8, False, False, blocks, wide, float8=True)
+    return Deferred(torch.Size((outputs, inputs)), torch.float32, values, source, 8)
 
 
 def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) -> tuple[int, int]:

@@ -43,8 +43,8 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
     result: dict[str, Weight] = {}
     found: dict[str, dict[str, dict[int, Weight]]] = {}
     for name, tensor in tensors.items():
-        for theirs, ours in _NAMES:
-            name = name.replace(theirs, ours)
+        for published, here in _NAMES:
+            name = name.replace(published, here)
         if one := _ONE.fullmatch(name):
             found.setdefault(one[1], {}).setdefault(_PARTS[one[3]], {})[int(one[2])] = tensor
         elif (whole := _ALL.fullmatch(name)) and tensor.dim() == 3:
@@ -116,16 +116,16 @@ def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> De
 
 def _stacked_blocks(parts: Sequence[Mapping[int, Weight]]) -> SourceBlocks | None:
     """Blocks of each expert, where all are of one kind."""
-    held = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
-    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert) for b in held}
+    blocks = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
+    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert) for b in blocks}
     kind = kinds.pop()
     return None if kinds or kind is None or kind.offsets else replace(kind, read=partial(_of_expert, parts))
 
 
 def _of_expert(parts: Sequence[Mapping[int, Weight]], number: int) -> BlockWeight:
     rows = parts[0][number].shape[0]
-    held = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
-    return joined(held, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
+    blocks = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
+    return joined(blocks, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
 
 
 def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
 from still_export.models.families.minicpm_sala import LINEAR, SCALES, LightningConfigMixin, SalaLightningMixer
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 
 _TYPES = {"attn": FULL, **dict.fromkeys(("lightning-attn", "lightning_attn"), LINEAR)}
 _ORIGIN = 362.0
@@ -90,7 +90,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"attn_logits_scaling={scaling!r} in config.json: the number in it must be at least 2. Fix it."
         )
     return {
-        **kept(
+        **copied(
             config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings", "initializer_range"
         ),
         "model_type": "hypenet",

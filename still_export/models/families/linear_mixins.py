@@ -42,8 +42,8 @@ class LinearConfigMixin(StillConfigMixin):
             raise UnsupportedModelError(
                 f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
             )
-        given = StillConfig.from_dict(self.still_config or {})  # with settings of hybrid layers until version 0.1
-        return LayersConfig(layer_types=tuple(self.places[name].mixer for name in types), deployment=given.deployment)
+        still = StillConfig.from_dict(self.still_config or {})  # with settings of hybrid layers until version 0.1
+        return LayersConfig(layer_types=tuple(self.places[name].mixer for name in types), deployment=still.deployment)
 
     def check(self, still: LayersConfig) -> None:
         check_heads(self)

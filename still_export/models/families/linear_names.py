@@ -19,7 +19,7 @@ from still_export.models.read.weights import Deferred, Weight, Weights, exact_va
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-_FOLLOWS = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
+_DERIVED = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
 """Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
@@ -92,23 +92,23 @@ def published_names(
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
     rename = published.renamed or partial(_renamed, parts=names)
-    kept: dict[str, Weight] = {}
+    language: dict[str, Weight] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
-        ours = rename(_LANGUAGE.sub("model.", name))
+        new_name = rename(_LANGUAGE.sub("model.", name))
         what = next((what for begin, what in NOT_LANGUAGE.items() if name.startswith(begin)), None)
-        if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
+        if isinstance(behind, int) and (layer := _LAYER.match(new_name)) and int(layer[1]) >= behind:
             what = AHEAD
         if not what and published.unused:
-            what = published.unused(ours, config)
+            what = published.unused(new_name, config)
         if what:
-            others.setdefault(what, {})[ours] = tensor
-        elif not name.endswith(_FOLLOWS):
-            kept[ours] = tensor
-    kept = _bounded(_joined_convolutions(kept))
-    kept = published.moved(kept, config) if published.moved else kept
-    return published.tensors(kept) if published.tensors else kept, others
+            others.setdefault(what, {})[new_name] = tensor
+        elif not name.endswith(_DERIVED):
+            language[new_name] = tensor
+    language = _bounded(_joined_convolutions(language))
+    language = published.moved(language, config) if published.moved else language
+    return published.tensors(language) if published.tensors else language, others
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
@@ -132,8 +132,8 @@ def _lower_bound(together: Weight, layer: int) -> Tensor:
 
 
 def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
-    for theirs, ours in parts:
-        name = name.replace(theirs, ours)
+    for old, new in parts:
+        name = name.replace(old, new)
     return name
 
 

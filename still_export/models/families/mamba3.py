@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, kept
+from still_export.models.families.stack import Stack, StackConfig, copied
 
 
 @strict
@@ -57,7 +57,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"state_size={dim} channels. Fix expand, head_dim, n_groups or rope_fraction."
         )
     return {
-        **kept(config, "num_hidden_layers", "use_bias", "norm_eps", "initializer_range"),
+        **copied(config, "num_hidden_layers", "use_bias", "norm_eps", "initializer_range"),
         "model_type": "mamba3",
         "hidden_size": width,
         "num_attention_heads": inner // size,

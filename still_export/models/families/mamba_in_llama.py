@@ -21,7 +21,7 @@ from still_export.folders.families import IN_LLAMA
 from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 LINEAR = "linear_attention"
@@ -113,8 +113,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     rank = ssm.get("dt_rank", "auto")
     return {
-        **kept(config, "intermediate_size", "rms_norm_eps", "initializer_range"),
-        **(kept(config, "max_position_embeddings") if FULL in kinds else {}),
+        **copied(config, "intermediate_size", "rms_norm_eps", "initializer_range"),
+        **(copied(config, "max_position_embeddings") if FULL in kinds else {}),
         "model_type": kind,
         "hidden_size": width,
         "num_hidden_layers": layers,

@@ -18,7 +18,7 @@ from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, copied, demand_covered
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
@@ -67,7 +67,7 @@ class SalaConfig(StackConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     sparse, dim = config["sparse_config"], int(config["head_dim"])
-    given = {
+    settings = {
         **config,
         "sparse_config.use_nope": sparse.get("use_nope", False),
         "lightning_scale": config["lightning_scale"],
@@ -79,7 +79,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "lightning_scale": tuple(SCALES),
         "lightning_head_dim": (dim,),
     }
-    demand_covered("a minicpm_sala", given, covered)
+    demand_covered("a minicpm_sala", settings, covered)
     for name in config["mixer_types"]:
         demand_covered("a minicpm_sala", {"mixer_types": name}, {"mixer_types": tuple(_TYPES)})
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
@@ -93,8 +93,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         **(config.get("rope_scaling") or {}),
     }
     return {
-        **kept(config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"),
-        **kept(config, "attention_bias", "qk_norm", "initializer_range"),
+        **copied(config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"),
+        **copied(config, "attention_bias", "qk_norm", "initializer_range"),
         "model_type": "minicpm_sala",
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -124,7 +124,7 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         raise ConfigError(
             f"sparse_config.window_size={window} in config.json must be a multiple of block_size={block}. Fix one of them."
         )
-    given = {
+    choice = {
         "block_size": block,
         "mean_stride": stride,
         "mean_length": kernel,
@@ -133,7 +133,7 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         "local_blocks": window // block,
         "dense_length": dense,
     }
-    return checked_choice(given, "sparse_config in config.json")
+    return checked_choice(choice, "sparse_config in config.json")
 
 
 class SalaSparseMixer(nn.Module):

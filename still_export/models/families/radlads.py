@@ -20,7 +20,7 @@ from still_export.models.families.linear_mixins import Place, stack_family
 from still_export.models.families.rwkv6 import turned
 from still_export.models.families.rwkv7 import low_rank
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 from still_export.models.read.weights import Weight
 
 LINEAR = "linear_attention"
@@ -104,7 +104,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "bos_token_id": None,
         "eos_token_id": None,
-        **kept(config, "intermediate_size", "rms_norm_eps", "initializer_range", *context),
+        **copied(config, "intermediate_size", "rms_norm_eps", "initializer_range", *context),
         "model_type": kind,
         "hidden_size": width,
         "num_hidden_layers": layers,

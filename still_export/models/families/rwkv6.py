@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"rwkv\.blocks\.(\d{1,6})\.(pre_ln|ln1|ln2|attention|feed_forward)\.")
@@ -68,7 +68,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     ranks = [int(config.get("time_mix_rank", 32 * wide)), int(config.get("time_decay_rank", 64 * wide))]
     epsilon = float(config.get("layer_norm_epsilon", 1e-5))
     return {
-        **kept(config, "initializer_range"),
+        **copied(config, "initializer_range"),
         "model_type": kind,
         "hidden_size": width,
         "intermediate_size": int(config.get("intermediate_size") or width * 7 // 2 // 32 * 32),
@@ -88,8 +88,8 @@ def renamed(name: str) -> str:
         part = match[2]
         return f"model.layers.{2 * int(match[1]) + (part in ('ln2', 'feed_forward'))}.{_PARTS[part]}."
 
-    for theirs, ours in _WHOLE:
-        name = name.replace(theirs, ours)
+    for old, new in _WHOLE:
+        name = name.replace(old, new)
     start, _, share = _LAYER.sub(place, name).rpartition(".")
     if share.startswith("time_mix_"):
         share = f"x_{_SHARES.get(share.removeprefix('time_mix_'), share)}"

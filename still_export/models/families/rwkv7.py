@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -51,10 +51,10 @@ class Rwkv7Config(StackConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     named = config.get("hidden_size")
-    given = config.get("value_dim") or named
-    if any(size != named for size in (given if isinstance(given, list) else [given])):
+    value_dim = config.get("value_dim") or named
+    if any(size != named for size in (value_dim if isinstance(value_dim, list) else [value_dim])):
         raise UnsupportedModelError(
-            f"value_dim={given} in config.json of an rwkv7 model; covered: hidden_size={named}."
+            f"value_dim={value_dim} in config.json of an rwkv7 model; covered: hidden_size={named}."
         )
     demand_covered("an rwkv7", config, {"hidden_act": ("sqrelu",), "attn": (None,)})
     width, layers = int(config["hidden_size"]), int(config.get("num_hidden_layers", 24))
@@ -64,7 +64,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"hidden_size={width} in config.json is no multiple of head_dim={dim}. Fix one of them.")
     inner = config.get("intermediate_size") or 32 * -(-int(width * (config.get("hidden_ratio") or 4)) // 32)
     return {
-        **kept(config, "norm_first", "norm_bias", "norm_eps", "initializer_range"),
+        **copied(config, "norm_first", "norm_bias", "norm_eps", "initializer_range"),
         "model_type": "rwkv7",
         "hidden_size": width,
         "intermediate_size": inner,

@@ -17,16 +17,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.cache_layer import CACHE
 
-KEPT = (
+COMMON = (
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),
     *("dtype", "torch_dtype"),
 )
 """What configurations of all such models have under the names that transformers has."""
 
 
-def kept(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of KEPT and `names` that a config.json has."""
-    return {name: config[name] for name in (*KEPT, *names) if name in config}
+def copied(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The fields of a config.json that are in COMMON or `names`."""
+    return {name: config[name] for name in (*COMMON, *names) if name in config}
 
 
 def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, tuple[Any, ...]]) -> None:

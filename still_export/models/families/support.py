@@ -67,14 +67,14 @@ def _check_rope(config: Any, rope: dict[str, Any], partial: bool) -> None:
 
 
 def _odd(config: Any) -> UnsupportedModelError:
-    given = getattr(config, "head_dim", None)
-    said = (
-        f"head_dim={given}"
-        if given
+    head_dim = getattr(config, "head_dim", None)
+    fault = (
+        f"head_dim={head_dim}"
+        if head_dim
         else f"hidden_size={config.hidden_size} and num_attention_heads={config.num_attention_heads}"
     )
     return UnsupportedModelError(
-        f"{said} in config.json: heads of {head_size(config)} channels. Rotary positions pair channels, so their number must be even. "
+        f"{fault} in config.json: heads of {head_size(config)} channels. Rotary positions pair channels, so their number must be even. "
         "This checkpoint cannot be read."
     )
 

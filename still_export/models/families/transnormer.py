@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
@@ -64,7 +64,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"decoder_embed_dim={width}. Fix one of them."
         )
     return {
-        **kept(config, "bias"),
+        **copied(config, "bias"),
         "model_type": "transnormer",
         "hidden_size": width,
         "intermediate_size": width if config["glu_dim"] == -1 else int(config["glu_dim"]),

@@ -25,16 +25,16 @@ TOKENS = ("image_token_id", "video_token_id")
 PREFIX = "model.visual."
 PATCHES = "patch_embed.proj.weight"
 TAPS = 2
-"""Rows of the table of positions that one between them is a mean of, in each direction."""
+"""Neighbouring rows of the position table that are interpolated, in each direction."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """An encoder before its weights are read: configuration, weights by name, what the manifest says of it."""
+    """An encoder before its weights are read: configuration, weights by name, and its entry in the manifest."""
 
     config: Any
     weights: dict[str, Weight]
-    said: dict[str, Any]
+    settings: dict[str, Any]
 
     def encoder(self, tensors: Mapping[str, Tensor]) -> VisionEncoder:
         """The encoder around `tensors`, which have the names, shapes and types of `weights`."""
@@ -68,10 +68,10 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
             f"--vision: {source} has no encoder of images that is covered; covered: {', '.join(SEEN)} as they are published. Export "
             "without it for the language model alone."
         )
-    given = {"model_type": f"{kind}_vision", **config["vision_config"]}
-    given["model_type"] = given["model_type"].removesuffix("_vision") + "_vision"
+    values = {"model_type": f"{kind}_vision", **config["vision_config"]}
+    values["model_type"] = values["model_type"].removesuffix("_vision") + "_vision"
     try:
-        read = AutoConfig.for_model(**given)
+        read = AutoConfig.for_model(**values)
         with torch.device("meta"):
             expected = VisionEncoder(read).visual.state_dict()
     except Exception as error:  # of any type: huggingface_hub's, of shapes, of names
@@ -87,9 +87,9 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
                 f"tensor {PREFIX}{name} has shape {here}, vision_config demands {there}. The files are incomplete or of another model. "
                 "Fetch the model again."
             )
-    said = {"merge": int(read.spatial_merge_size), "patch_values": int(expected[PATCHES].shape[1])}
+    sizes = {"merge": int(read.spatial_merge_size), "patch_values": int(expected[PATCHES].shape[1])}
     tokens = {name: int(config[name]) for name in TOKENS}
-    return Vision(read, found, {**said, **tokens})
+    return Vision(read, found, {**sizes, **tokens})
 
 
 def _flat(weight: Weight) -> Tensor:
@@ -102,8 +102,8 @@ class VisionEncoder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.visual = AutoModel.from_config(config)
-        held = self.visual.patch_embed.proj
-        self.visual.patch_embed.proj = nn.Linear(held.weight[0].numel(), held.out_channels)
+        patches = self.visual.patch_embed.proj
+        self.visual.patch_embed.proj = nn.Linear(patches.weight[0].numel(), patches.out_channels)
         self.merge, self.side = int(config.spatial_merge_size), int(self.visual.num_grid_per_side)
 
     def forward(self, pixel_values: Tensor, grid: Tensor) -> Tensor:

@@ -50,14 +50,14 @@ class ZebraConfig(InLlamaConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
-    said = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
+    settings = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
     covered = {
         "rope_scaling": ("yarn", "linear"),
         "mscale": (1, None),
         "mscale_all_dim": (0, None),
         "attention_factor": (None,),
     }
-    demand_covered("a zebra_llama", said, covered)
+    demand_covered("a zebra_llama", settings, covered)
     rank, heads = config.get("q_lora_rank"), int(config["num_attention_heads"])
     return {
         **in_llama_values(config),

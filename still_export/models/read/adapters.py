@@ -48,8 +48,10 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
             )
         if (target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
-    held = {name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()}
-    merged = merge_lora({**held, **tensors}, read_adapter_config(config), str(path))
+    empty = {
+        name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()
+    }
+    merged = merge_lora({**empty, **tensors}, read_adapter_config(config), str(path))
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()

@@ -125,8 +125,8 @@ def joined(parts: Iterable[BlockWeight], outputs: int) -> BlockWeight:
     row = 0
     for part in parts:
         if whole is None:
-            held = (part.packed, part.scales, part.zero_points)
-            packed, scales, zero = (None if x is None else np.empty((outputs, *x.shape[1:]), x.dtype) for x in held)
+            arrays = (part.packed, part.scales, part.zero_points)
+            packed, scales, zero = (None if x is None else np.empty((outputs, *x.shape[1:]), x.dtype) for x in arrays)
             assert packed is not None and scales is not None
             whole = BlockWeight(packed, scales, zero, part.bits)
         rows = slice(row, row := row + len(part.packed))

@@ -96,7 +96,7 @@ def write_portable(
 
         progress("tracing the encoder of images")
         save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data")
-        manifest["vision"] = source.vision.said
+        manifest["vision"] = source.vision.settings
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
@@ -134,7 +134,7 @@ def _write_graph(
 
         def quantize(graph: ir.Model) -> int:
             found = quantize_graph(graph, weights, planned.roles, planned.asked, planned.forms, rounded)
-            said["quantization"] = {**found, **planned.said}
+            said["quantization"] = {**found, **planned.settings}
             return sum(
                 part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
             )
@@ -171,7 +171,7 @@ class Planned:
     roles: dict[str, str]
     forms: dict[str, Form]
     asked: Quantization
-    said: dict[str, Any]
+    settings: dict[str, Any]
 
 
 def _own(head: Source | None) -> dict[str, Weight]:
