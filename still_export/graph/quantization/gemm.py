@@ -270,7 +270,7 @@ class BlockProduct(Product):
         return found
 
     def _thin(self, parts: dict[str, ir.Value]) -> dict[str, ir.Value]:
-        """With half precision scales, offsets are stored in half precision too, as the values of code 0. ONNX Runtime adds them once, at load."""
+        """With half precision scales, offsets are stored in half precision too, as the values of code 0; ONNX Runtime adds them at load."""
         scale_type = self.weights[0].scale_type
         if not self.offsets or scale_type == self.dtype:
             return super()._thin(parts)

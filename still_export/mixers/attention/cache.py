@@ -24,8 +24,10 @@ class AttentionLayer(KernelStateLayer[AttentionState]):
         self.heads, self.dim, self.cache = heads, dim, cache
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
-        kept = narrower(self.cache, dtype)
-        return AttentionState.empty(batch, self.heads, self.dim, columns, kept, device, cache_attribute(self.cache))
+        stored_dtype = narrower(self.cache, dtype)
+        return AttentionState.empty(
+            batch, self.heads, self.dim, columns, stored_dtype, device, cache_attribute(self.cache)
+        )
 
     def grown(self, state: AttentionState, columns: int) -> AttentionState:
         missing = columns - state.rows

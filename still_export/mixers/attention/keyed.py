@@ -40,9 +40,9 @@ class Keyed(nn.Module):
             assert layer.new_tokens is not None
             counts = layer.new_tokens
         inputs = kind(query, key, value, counts, **more)
-        output, kept = attend(inputs, state, layer is not None and layer.owned)
+        output, present = attend(inputs, state, layer is not None and layer.owned)
         if layer is not None:
-            layer.store(kept)
+            layer.store(present)
         return output
 
 

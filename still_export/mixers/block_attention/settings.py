@@ -19,13 +19,13 @@ def means_of(block: int) -> dict[str, int]:
     return {"mean_stride": max(1, block // 4), "mean_length": max(1, block // 2)}
 
 
-def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
-    """The attributes of SelectBlocks, completed from `given`, which `source` has.
+def checked_choice(settings: Mapping[str, int], source: str) -> dict[str, int]:
+    """The attributes of SelectBlocks: `settings`, which were read from `source`, and defaults.
 
     Raises:
-        ConfigError: They do not fit each other.
+        ConfigError: The settings contradict each other.
     """
-    choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | dict(given)
+    choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | dict(settings)
     coarse = 1 if choice["mean_length"] == 1 else COARSE
     choice |= {"lse_stride": coarse * choice["mean_stride"], "lse_length": coarse * choice["mean_length"]}
     if choice["block_size"] > 0:

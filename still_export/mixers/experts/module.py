@@ -182,7 +182,7 @@ def swap_experts(layer: nn.Module, config: Any) -> None:
     """Replace the expert blocks of a family's layer, in place; errors: see RoutedExperts.
 
     Raises:
-        UnsupportedModelError: The configuration names a router that the family's class is not, which does not read that name.
+        UnsupportedModelError: The configuration names another router than the one of the family's class.
     """
     for name, block in list(layer.named_children()):
         if not hasattr(block, "experts"):
@@ -192,8 +192,8 @@ def swap_experts(layer: nn.Module, config: Any) -> None:
         score = made.gate.routing.score
         for field in SCORES if score == "sigmoid" else SCORES[:-1]:
             known = "noaux_tc" if field == SCORES[-1] else score
-            if (given := getattr(config, field, None)) not in (None, known):
+            if (value := getattr(config, field, None)) not in (None, known):
                 raise UnsupportedModelError(
-                    f"{field}={given!r} in config.json is no router that is covered for "
+                    f"{field}={value!r} in config.json is no router that is covered for "
                     f"{config.model_type.removeprefix('still_')}: {known!r}."
                 )

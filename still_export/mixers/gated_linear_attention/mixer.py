@@ -98,10 +98,10 @@ class Retention(GatedLinearAttention):
         query, key, value = heads
         cos, sin = (x[:, :, None] for x in turn)
         wide = torch.promote_types(query.dtype, torch.float32)
-        kept = torch.tensor(
+        decay = torch.tensor(
             [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.heads)], dtype=wide, device=query.device
         )
-        return (rotate(query, cos, sin), rotate(key, cos, sin), value), kept[:, None].expand(*query.shape[:3], 1)
+        return (rotate(query, cos, sin), rotate(key, cos, sin), value), decay[:, None].expand(*query.shape[:3], 1)
 
 
 class HGRN2(GatedLinearAttention):

@@ -134,10 +134,9 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, t
 
 @torch.no_grad()
 def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
-    """Squared attention, in full softmax, of some queries to the tokens beyond their windows; arguments: see `selection_loss`.
+    """Squared full-softmax attention of some queries to the tokens before their windows; arguments: see `selection_loss`.
 
-    Squared: what is spread over hundreds of tokens is the linear memory's business, and the few heads that look something up would not
-    be heard beside all those that spread.
+    Squaring favours the few heads that look up single tokens; attention spread over hundreds of tokens is left to the linear state.
 
     Returns:
         [B, H, T], the mean over n; T is cut to whole chunks.
@@ -145,10 +144,10 @@ def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) ->
     chunk = config.chunk_size
     q, k = _whole_chunks(query, key, config)
     index = positions.clamp_max(q.shape[2] - 1)
-    asked = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    queries = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     far = torch.arange(q.shape[2], device=q.device)
     seen = far <= index[..., None]  # [B, n, T]
-    attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    attention = (queries @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
     beyond = far // chunk <= (index // chunk - 2)[..., None]
     weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)
     weight[..., 0] = 0  # position 0 is always salient

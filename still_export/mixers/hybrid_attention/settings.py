@@ -45,8 +45,10 @@ class HybridSettings(HybridAttentionSettings):
         for salient in {self.salient_per_chunk, *(self.salient_by_layer or ())}:
             self._layer(num_heads=1, num_kv_heads=1, head_dim=4, salient_per_chunk=salient)
 
-    def _layer(self, **given: Any) -> HybridAttentionConfig:
-        return HybridAttentionConfig(**{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)} | given)
+    def _layer(self, **options: Any) -> HybridAttentionConfig:
+        return HybridAttentionConfig(
+            **{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)} | options
+        )
 
     def layer_config(self, family: Any, layer: int, deployment: Deployment) -> HybridAttentionConfig:
         """The attention of layer `layer` of a model with the family configuration `family`.

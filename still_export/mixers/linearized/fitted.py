@@ -118,7 +118,7 @@ class Fitted(TrainableModule, LinearizedAttention):
         return gated
 
     def _fit_output(self, outputs: Tensor, target: Tensor, count: int) -> None:
-        """Set LoRA of `o_proj`, where it has one, to the reduced-rank regression of the layer's error on `outputs` [n, H * D]."""
+        """Set LoRA of `o_proj`, if present, to a reduced-rank regression of the layer's error on `outputs` [n, H * D]."""
         projection: Any = self.o_proj
         if without_lora(projection) is projection:
             return
@@ -128,10 +128,12 @@ class Fitted(TrainableModule, LinearizedAttention):
         least, best = missing[count:].square().sum(), None
         for share in RIDGES:
             whole = ridge.solve(products, share)
-            kept = torch.linalg.eigh(whole.T @ ridge.moments @ whole)[1][:, -len(first) :]  # where the fit is largest
-            error = (missing[count:] - outputs[count:] @ whole @ kept @ kept.T).square().sum()
+            directions = torch.linalg.eigh(whole.T @ ridge.moments @ whole)[1][
+                :, -len(first) :
+            ]  # where the fit is largest
+            error = (missing[count:] - outputs[count:] @ whole @ directions @ directions.T).square().sum()
             if error < least:
-                least, best = error, (whole @ kept, kept)
+                least, best = error, (whole @ directions, directions)
         if best is None:
             return
         left, sizes, right = torch.linalg.svd(best[0], full_matrices=False)

@@ -138,9 +138,9 @@ class LinearizedAttention(ProjectedAttention):
         def turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             return self.turned(query, key, position_embeddings)
 
-        given = self.op_inputs(self.heads(hidden), projected, weights, turn)
+        parts = self.op_inputs(self.heads(hidden), projected, weights, turn)
         with maybe_autocast(hidden.device.type, enabled=False):  # the kernel chooses its own precision
-            inputs = Inputs(**given, update_rule=self.rule)  # type: ignore[arg-type]
+            inputs = Inputs(**parts, update_rule=self.rule)  # type: ignore[arg-type]
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
             return self.normed(output[:, :, :, 0])
 

@@ -77,8 +77,8 @@ class Mamba3(FixedStateModule):
         output, after["recurrent_state"] = linear_attention(inputs, before["recurrent_state"])
         if layer is not None:
             layer.store(after)
-        beside = own * (query.to(wide) * key.to(wide)).sum(-1) + self.D.to(wide)
-        rows = output.flatten(2, 3).to(wide) + beside[..., None] * value.to(wide)  # [B, T, H, V]
+        current = own * (query.to(wide) * key.to(wide)).sum(-1) + self.D.to(wide)
+        rows = output.flatten(2, 3).to(wide) + current[..., None] * value.to(wide)  # [B, T, H, V]
         if self.normed:
             rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
             rows = rows * self.norm.weight.to(wide).unflatten(0, (heads, size))
