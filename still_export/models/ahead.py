@@ -1,8 +1,8 @@
-"""Heads that guess tokens ahead (MTP) of published checkpoints, as small models of their families.
+"""Multi-token prediction (MTP) heads of published checkpoints, as small models of their families.
 
-Such a head reads the model's last hidden state, behind its norm, beside the embedding of the token that came next: both are normed, and one
-linear layer takes them together. Layers of the family's own with a cache of theirs, a norm and the model's own head say what follows that
-token; what is behind the norm stands where the model's hidden state did when the head goes on with its own guess.
+A head normalizes two vectors: the model's last hidden state (after its norm) and the embedding of the next token. A linear layer combines
+them. Layers of the family, with a cache of their own, a norm and the model's output head predict the token after that one. For further
+guesses the head's own normalized output replaces the model's hidden state.
 
 Source: how vLLM reads them (model_executor/models/qwen3_5_mtp.py, qwen3_next_mtp.py, nemotron_h_mtp.py, bailing_moe_mtp.py) and
 transformers (modeling_layers.py, MtpModel).
@@ -73,7 +73,7 @@ def ahead_family(family: Family) -> Family:
 
 
 def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """config.json of the head alone; None: the model has none, or one that is not covered."""
+    """config.json of the head alone; None: no head, or one that is not covered."""
     kind = config.model_type.removeprefix("still_")
     layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):

@@ -23,7 +23,7 @@ from still_export.models.families.support import check_attention, check_family_c
 
 
 class StillConfigMixin:
-    """A family configuration with `still_config`, a plain dict that config.json holds; `still` is its typed form."""
+    """A family configuration with `still_config`, a plain dict in config.json; `still` is its typed form."""
 
     still_config: dict[str, Any] | None
     stored: ClassVar[type[LayersConfig]] = StillConfig
@@ -108,7 +108,7 @@ class StillModelMixin:
 
         Args:
             attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
-            position_ids: Only the positions that follow from the cache (each sequence continues at its own length) are taken.
+            position_ids: Must be those that follow from the cache: each sequence continues at its own length.
             past_key_values: A StillCache; None with use_cache starts one. transformers 5.24 calls it `cache`.
             logits_to_keep: n keeps the last n tokens *of each sequence*, so that `logits[:, -1]` continues right-padded sequences too.
 
@@ -194,7 +194,7 @@ class StillModelMixin:
 
         Raises:
             CapacityError: A static cache has no room for so many tokens.
-            UnsupportedError: The model wants tokens of its own between.
+            UnsupportedError: The model needs special tokens inserted between those of the prompt.
         """
         if inserted := getattr(self.config, "feeding", {}).get("inserted"):
             raise UnsupportedError(
@@ -283,11 +283,11 @@ def _without_left_padding_advice() -> Iterator[None]:
 
 
 def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tokens that each sequence brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
+    """Returns (number of new tokens of each sequence, int64 [B]; columns [B, T] that put tokens before padding, None: they are so already).
 
     Args:
-        mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
-        length: Tokens that the cache has seen, [B].
+        mask: [B, S] with S >= T: the last T columns are this call's, earlier ones are those of the cache.
+        length: Number of tokens in the cache, [B].
 
     Raises:
         PaddingError: Padding lies between tokens, or the mask's past contradicts `length`.

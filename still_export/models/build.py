@@ -67,7 +67,7 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
 
     Raises:
         UnsupportedModelError: The attention is a variant that is not covered.
-        ConfigError: The values are none of a `family` model, or contradict `still`.
+        ConfigError: The values are not valid for `family`, or contradict `still`.
     """
     own = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
     own["still_config"] = still.to_dict()
@@ -97,12 +97,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
 
 
 def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool = False) -> dict[str, Weight]:
-    """Each parameter of a model by name, a tied one once: what `weights` holds, and what an untrained layer starts with.
+    """All parameters of a model by name, tied ones once: those in `weights`, and initial values of untrained layers.
 
     Args:
         family, config: The model's class and STILL configuration.
         weights: Parameters by name; `lm_head.weight` may be missing where embeddings are tied.
-        fresh: What a base model does not have (gates, feature maps) may be missing too: they start untrained.
+        fresh: Parameters that a base model lacks (gates, feature maps) may be missing; they start untrained.
 
     Raises:
         CheckpointError: Names or shapes do not match the model.

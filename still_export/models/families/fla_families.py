@@ -1,5 +1,5 @@
-"""Of flash-linear-attention gated linear attention (GLA, RetNet, HGRN, HGRN2), the delta rule (DeltaNet) and the gated delta rule
-(Gated DeltaNet), with softmax in some layers.
+"""flash-linear-attention's gated linear attention (GLA, RetNet, HGRN, HGRN2), delta rule (DeltaNet) and gated delta rule (Gated DeltaNet),
+with softmax in some layers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def gla_heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def hgrn2_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden = config["hidden_size"]
-    ratio = config["expand_ratio"] or hidden // config["num_heads"]  # which decides where both are given
+    ratio = config["expand_ratio"] or hidden // config["num_heads"]  # expand_ratio has priority
     heads = hidden // ratio
     return head_sizes(heads, heads, ratio, hidden / heads) | {
         "linear_conv_activation": "none",
@@ -116,7 +116,7 @@ def retnet_heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:
-    """Sizes of the rule's heads of `dim` channels of keys and `size` of values."""
+    """Configuration of linear heads with `dim` channels for keys and `size` for values."""
     if dim != int(dim) or size != int(size):
         raise ConfigError(
             f"config.json gives heads of {dim:g} keys and {size:g} values, which are no whole numbers. Fix head_dim, expand_k, expand_v "
@@ -132,7 +132,7 @@ def head_sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dic
 
 
 def _softmax(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are softmax attention, by `attn`, and its heads; without such layers heads as one would make them."""
+    """Types of layers and sizes of softmax heads, from `attn`; without softmax layers, default sizes."""
     layers, found = config["num_hidden_layers"], config.get("attn")
     if not found:
         heads = config.get("num_heads") or 1  # HGRN2's may be left out
@@ -162,7 +162,7 @@ def _softmax(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FlaConfigMixin(LinearConfigMixin):
-    """Softmax layers have a window where it is shorter than what they may see."""
+    """Softmax layers have a window only if it is shorter than the capacity."""
 
     sliding_window: int | None
 
@@ -201,7 +201,7 @@ def _convolved(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _retnet(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint."""
+    """RetNet's supported settings: no checkpoint has softmax layers or shared key heads."""
     return {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
 
 

@@ -1,4 +1,4 @@
-"""Names that published checkpoints of linear families have, where transformers has others."""
+"""Renames tensors of published checkpoints of linear families to transformers' names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from still_export.models.read.weights import Deferred, Weight, Weights, exact_va
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _DERIVED = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
-"""Tensors of MiniMax that follow from a layer's number."""
+"""Tensors of MiniMax that are computed from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -55,10 +55,10 @@ _LOWER_BOUNDS = "model.lower_bounds"
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class.
+    """The configuration of the language model alone, also for models with a vision encoder.
 
     Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
+        ConfigError: A value is missing, has another type, or contradicts another.
         UnsupportedModelError: A variant that is not covered.
     """
     config = {**config, "model_type": recognised(config)}
@@ -83,7 +83,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
 def published_names(
     model_type: str, tensors: Weights, config: Mapping[str, Any]
 ) -> tuple[dict[str, Weight], dict[str, dict[str, Weight]]]:
-    """The language model's tensors under transformers' names, and the others, by what they are for.
+    """Returns (the language model's tensors under transformers' names, unused tensors by purpose).
 
     Raises:
         CheckpointError: A convolution lacks a part.
@@ -112,8 +112,7 @@ def published_names(
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
-    """HGRN2's bounds, which all layers learn together, as one for each layer but the first: what the layers up to it have of a softmax over
-    layers, without the first one's."""
+    """Split HGRN2's shared bounds by layer: cumulative sums of a softmax over layers, without the first layer's share."""
     together = tensors.pop(_LOWER_BOUNDS, None)
     if together is None:
         return tensors
@@ -138,7 +137,7 @@ def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
 
 
 def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
-    """Those of queries, keys and values, which some keep apart, as one."""
+    """Join separate convolutions of queries, keys and values."""
     result: dict[str, Weight] = {}
     parts: dict[str, dict[str, Weight]] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Mamba-3 in every layer, as flash-linear-attention writes it: configuration, modules that hold the weights, family."""
+"""Mamba-3 in every layer, as in flash-linear-attention: configuration, modules with the weights, family."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from still_export.models.families.stack import Stack, StackConfig, copied
 
 @strict
 class Mamba3Config(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        groups: Of heads that share B and C.
-        angles: By which pairs of a state's channels turn.
-        least_rate: A head forgets at least so fast.
-        output_norm: Heads are normed before the gate.
+        groups: Number of groups of heads that share B and C.
+        angles: Number of angles that rotate pairs of a state's channels.
+        least_rate: Least decay rate of a head.
+        output_norm: Heads are normalized before the gate.
     """
 
     vocab_size: int = 32000

@@ -1,6 +1,6 @@
 """MiniCPM-SALA: Lightning attention in most layers, softmax over chosen blocks in the others.
 
-The published folder has code of its own. Here are configuration, modules that hold the weights, family.
+The published folder has its own code, which is not run. Here are configuration, modules with the weights, family.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, copied, demand_covered
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
-"""Of transformers' names, which alone it lets a configuration have."""
+"""Names of layers that transformers accepts in a configuration."""
 _TYPES = {"minicpm4": SPARSE, **dict.fromkeys(("lightning", "lightning_attn", "lightning-attn"), LINEAR)}
 SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
-"""Powers of the channels of a head that the output of Lightning layers is scaled by, by their published names."""
+"""Exponents e, by published name: Lightning layers scale their output by (channels of a head)^e."""
 
 
 @strict
 class SalaConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like; others are the published ones.
+    """Settings of its layers, with transformers' names where it has them; others are the published ones.
 
     Args:
-        lightning_scale: Of the output of Lightning layers.
-        sparse_config: How blocks are chosen, by the attributes of SelectBlocks.
-        embed_scale, residual_scale, logits_scale: Embeddings, what a layer adds, and the last hidden states are multiplied with them.
+        lightning_scale: Scale of the output of Lightning layers.
+        sparse_config: Attributes of SelectBlocks.
+        embed_scale, residual_scale, logits_scale: Factors of embeddings, of residual branches, and of the last hidden states.
     """
 
     vocab_size: int = 73448
@@ -167,7 +167,7 @@ class SalaLightningMixer(nn.Module):
 
 
 class SalaBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward; what each pair adds is scaled."""
+    """A layer: norm, mixer, norm, feed-forward, with two scaled residual branches."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class SalaConfigMixin(LightningConfigMixin):
 
 
 class SalaModelMixin(LinearModelMixin):
-    """Its stack, and logits of scaled hidden states."""
+    """Builds the stack; logits are of scaled hidden states."""
 
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -119,7 +119,7 @@ def released_config(config: Mapping[str, Any], still: StillConfig | None = None)
 
 
 def released_family(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
-    """The family of a checkpoint whose config.json says only "still", by its tensors."""
+    """The family of a checkpoint with model_type "still", by its tensors."""
     for key in ("base_model_type", "base_arch"):
         if isinstance(config.get(key), str):
             return config[key]

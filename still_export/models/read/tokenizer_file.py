@@ -51,11 +51,11 @@ def tokenizer_of(folder: Path) -> Any:
 def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:
     """Write tokenizer.json and its companions into `folder`.
 
-    Truncation and padding, which training leaves behind, are switched off: transformers ignores them, other programs do not.
+    Truncation and padding, left over from training, are switched off: transformers ignores them, other programs do not.
 
     Raises:
         UnsupportedError: The tokenizer has no such form.
-        CheckpointError: The file gives other ids than the tokenizer.
+        CheckpointError: The file and the tokenizer give different ids.
     """
     from tokenizers import Tokenizer
 
