@@ -15,7 +15,7 @@ from still_kernels.launcher import Bound
 
 
 class AttentionLayer(KernelStateLayer[AttentionState]):
-    """Keys and values of one layer; row b's position p lies in its row p."""
+    """Keys and values of one layer; position p of a sequence is in row p."""
 
     of = AttentionState
 

@@ -15,7 +15,7 @@ from still_kernels.attention.meaning import Compute, Of
 
 
 class Keyed(nn.Module):
-    """A module around such an op, whatever its projections."""
+    """A module around such an op."""
 
     layer_idx: int
     cache: str | None = None
@@ -47,4 +47,4 @@ class Keyed(nn.Module):
 
 
 class KeyedAttention(Keyed, ProjectedAttention):
-    """The projections of a family's module around such an op."""
+    """Such a module with the projections of a family's module."""

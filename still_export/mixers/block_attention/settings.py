@@ -40,7 +40,7 @@ class BlockSettings:
     """Attributes of SelectBlocks, by default MiniCPM-SALA's.
 
     Args:
-        reuse: By layer the one whose blocks it reads, an earlier one or itself; None: itself.
+        reuse: For each layer, the layer that chooses its blocks: an earlier one or itself; None: itself.
     """
 
     block_size: int = 64
@@ -58,7 +58,7 @@ class BlockSettings:
         self.block_choice()
 
     def source_of(self, layer: int) -> int:
-        """The layer whose blocks `layer` reads."""
+        """The layer that chooses the blocks of `layer`."""
         return layer if self.reuse is None else self.reuse[layer]
 
     def check_reuse(self, types: Sequence[str]) -> None:

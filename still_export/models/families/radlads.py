@@ -40,7 +40,7 @@ class RadladsConfig(StackConfig):
     Args:
         seven: RWKV-7's rule, else RWKV-6's.
         token_shift: Projections also read the previous token.
-        balanced: Keys are scaled by 1 minus the decay.
+        balanced: Keys are scaled by 1 - decay, in RWKV-7 by 1 - decay + rate.
         key_scales: Keys have learned scales (k_k, k_a).
         bonus: A token reads its own value through a separate key (r_k).
         head_norm: The output of each head is normalized.
