@@ -10,7 +10,7 @@ from still_export.errors import StillExportError
 
 
 class Record(BaseModel):
-    """Values are never converted; unknown fields are kept."""
+    """Values are never converted; unknown fields stay."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 

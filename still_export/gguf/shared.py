@@ -85,10 +85,10 @@ class View:
         return [layer for layer in range(self.layers) if self.has(part, layer)]
 
     def kinds(self, **parts: str) -> list[str]:
-        """The kind of each layer: the first of `parts` whose tensor it has.
+        """The kind of each layer: the first of `parts` with a tensor in it.
 
         Raises:
-            CheckpointError: A layer has none of them.
+            CheckpointError: A layer has no such tensor.
         """
         found = []
         for layer in range(self.layers):
@@ -213,7 +213,7 @@ def heads(view: View, channels: int = 1) -> Config:
 
 
 def shared_size(view: View, sizes: Config) -> int:
-    """Take the size of a head out of `sizes`, for families whose config.json has no field for it."""
+    """Remove the head size from `sizes`, for families without a field for it in config.json."""
     size = int(sizes.pop("head_dim"))
     if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
@@ -249,7 +249,7 @@ def routing(view: View, normed: bool = True) -> Config:
 
 
 def groups(view: View) -> Config:
-    """Groups of experts, of which a router chooses first."""
+    """Numbers of expert groups: in all, and chosen by the router."""
     names = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
     return {name: view.keys.whole(key, 1) or 1 for name, key in names.items()}
 

@@ -99,7 +99,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         are stored as [in, out].
 
     Raises:
-        LayersDiffer: Layers that were taken for alike are not.
+        LayersDiffer: Layers that seemed equal differ.
     """
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
@@ -132,7 +132,7 @@ def onnx_of(
     """A traced program in ONNX.
 
     Args:
-        weights: Names that the program gives its weights, whose values are left out.
+        weights: Names for the program's weights; their values are left out.
     """
     decompose_simply(traced)
     with few_collections(), promote_simply(), _without_exporter_noise():
@@ -175,7 +175,7 @@ def _give_defaults(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _without_exporter_noise() -> Iterator[None]:
-    """Silence what torch's exporter says about optional packages and its own deprecations; errors still raise."""
+    """Silence warnings of torch's exporter about optional packages and its own deprecations."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")
     ]  # onnx_ir: weights without values are no mistake

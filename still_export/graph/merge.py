@@ -1,12 +1,12 @@
-"""Compute products of one value as one, for GPUs: their weights side by side, the result split.
+"""Merge products of one value, for GPUs: concatenate their weights, split the result.
 
 Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
-reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products where weights are constants that
-it may rewrite; an engine whose weights can be replaced merges none, so all are merged for it.
+reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products only if it may
+rewrite their weights. It may not in engines with replaceable weights, so all are merged for it.
 
-ONNX Runtime's CUDA provider splits the last axis into three parts of any sizes by one kernel of its own. Into two or four parts of
-different sizes it needs their sizes on the device, which are copied there in each call: so query, key and value are merged, and the gate is
-not; and both products of a gated feed-forward layer are. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
+ONNX Runtime's CUDA provider has a kernel that splits the last axis into three parts of any size. For two or four parts of different sizes
+it copies the sizes to the device in each call. So query, key and value are merged without the gate, as are both products of a gated
+feed-forward layer. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def constants_of(layer: Any) -> Constants:
 def _parts(layer: Any) -> Iterator[Any]:
     """Everything that distinguishes a layer, except number, weight values and constants.
 
-    An object that does not say what it is, is like no other.
+    Objects without a description equal no other.
     """
     for name, module in layer.named_modules():
         yield name, type(module)

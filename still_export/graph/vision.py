@@ -16,8 +16,8 @@ INPUTS, OUTPUT = ("pixel_values", "grid"), "image_embeds"
 
 
 def vision_graph(vision: Vision) -> ir.Model:
-    """`pixel_values` float32 [images, patches, values] and `grid` int64 [2] to `image_embeds` float32, as `VisionEncoder` has them; no
-    weight is read before it is asked for."""
+    """The graph of a `VisionEncoder`: inputs `pixel_values` float32 [images, patches, values] and `grid` int64 [2], output `image_embeds`
+    float32. Weights are read lazily."""
     encoder = vision.encoder(stand_ins(vision.weights))
     square = vision.settings["merge"] ** 2
     squares = torch.export.Dim("squares", min=1, max=1 << 20)

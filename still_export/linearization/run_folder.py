@@ -84,8 +84,7 @@ class RunFolder:
 
 
 def check_replaceable(folder: Path, force: bool, hint: str) -> None:
-    """Raise ConfigError if `folder` is not empty and `force` is not given, or if no linearization wrote it (such as a base, or a home
-    folder)."""
+    """Raise ConfigError if `folder` is not empty without `force`, or if no linearization wrote it (such as a base or a home folder)."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:

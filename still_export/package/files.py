@@ -49,8 +49,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of the package's file `name`.
 
     Raises:
-        CheckError: It leads out of the folder, by its name or by a symbolic link; not by those of Hugging Face's cache, whose snapshots
-            link to the blobs of the same repository.
+        CheckError: Its name or a symbolic link leads out of the folder. Links of Hugging Face's cache, from snapshots to blobs of the same
+            repository, are allowed.
     """
     check_name(name, str(folder))
     path = folder

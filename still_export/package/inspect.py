@@ -92,10 +92,10 @@ def state_sizes(manifest: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def summary(package: Package, machine: str) -> dict[str, str]:
-    """What a user asks first about a package: what it is, its size, capacity and speed; one sentence each.
+    """The main facts about a package, one sentence each: model, size, capacity and speed.
 
     Args:
-        machine: This machine, as `bench` names it in bench.json.
+        machine: This machine's name, as in bench.json.
     """
     manifest = package.manifest
     model, capacity = manifest["model"], manifest["capacity"]

@@ -1,4 +1,4 @@
-"""Retrieval rows in natural forms: facts about people and things in prose, code, tables, JSON or dialogue, asked in text or chat.
+"""Retrieval rows in natural forms: facts about people and things in prose, code, tables, JSON or dialogue, with questions in text or chat.
 
 For training. The task "unseen" of `still_export.evaluate` uses other relations, words and places.
 """
@@ -197,8 +197,8 @@ class NaturalWriter:
                 facts = facts[: len(facts) // 2]
 
     def prompt(self, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A text with one fact that is asked for at the end, with its answer. Returns (ids int64 [length], number of the last tokens that
-        are the value).
+        """A text with one fact, and a question about it with its answer at the end. Returns (ids int64 [length], number of the last tokens
+        that are the value).
 
         Args:
             depth: Place of the fact, 0 = beginning, 1 = right before the question.

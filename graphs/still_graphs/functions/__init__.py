@@ -79,8 +79,7 @@ def function_body(
 
 
 def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, narrow_dtype: int) -> None:
-    """Add casts around the body, so that `narrow` inputs and states have type `narrow_dtype`. Casting whole tensors is slow; kernels need
-    no cast."""
+    """Add casts around the body, so that `narrow` inputs and states have type `narrow_dtype`."""
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
     weights = {

@@ -39,17 +39,16 @@ THIN, THIN_RATIO = 128, 4
 
 @dataclass(frozen=True)
 class Form:
-    """How a weight is stored: blocks of `base` (None: zero), beside which LoRA's `pairs` stay apart.
+    """How a weight is stored: blocks of `base` (None: zero), and separate LoRA `pairs`.
 
     Args:
-        bits: Of the codes, or HALF.
-        method: Who rounds: of policy.METHODS, EXACT, or "half".
-        base: What the blocks hold.
-        zero_points, offsets: The blocks have them.
-        half_scales: The scales are half precision numbers.
-        pairs: LoRA.
-        codes: The blocks, where they are made beforehand (calibrate.py).
-        super_blocks: They are K-quants.
+        bits: Bits of the codes, or HALF.
+        method: Rounding method: one of policy.METHODS, EXACT, or "half".
+        base: The weight in the blocks.
+        zero_points, offsets: Whether the blocks have them.
+        half_scales: Scales are half precision numbers.
+        codes: The blocks, if calibration computed them (calibrate.py).
+        super_blocks: The blocks are K-quants.
     """
 
     bits: int

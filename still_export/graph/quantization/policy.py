@@ -49,16 +49,16 @@ class Layout:
     """Form of a target's low-bit weights.
 
     Args:
-        form: Its name for people.
-        block_sizes: How many weights along a product's inputs may share a scale; the first is the default.
-        nodes: Of NODES.
-        zero_points: Blocks of 4 bits have them; else the middle of their grid is 0.
-        blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
-        rows: An embedding's rows can be read in 8 bits.
-        adapters: Products can take LoRA pairs while they run.
-        half_scales: What is rounded here has scales in half precision; blocks of files keep theirs.
-        super_blocks: K-quants of GGUF files can be kept to the last bit.
-        float8: It has weights in e4m3.
+        form: Name for messages.
+        block_sizes: Supported numbers of weights that share a scale, along a product's inputs; the first is the default.
+        nodes: One of NODES.
+        zero_points: 4-bit blocks have zero points; else code 0 is the middle of their grid.
+        blocks_of_eight: 8-bit weights also have a scale for each block; else one for each output.
+        rows: Rows of an embedding can be read in 8 bits.
+        adapters: Products accept LoRA pairs at run time.
+        half_scales: Weights rounded here have half precision scales; blocks of files keep their own.
+        super_blocks: K-quants of GGUF files can be stored bit for bit.
+        float8: Weights can be e4m3.
     """
 
     form: str
@@ -112,13 +112,13 @@ class Quantization:
     """Requested quantization.
 
     Args:
-        scheme: Of SCHEMES.
-        method: Who rounds weights of fewer than 8 bits (quantizers.py); 8 bits are rounded to nearest by every method.
-        block_size: Weights along the inputs of a product that share a scale and a zero point; 0: the target's default, and with
-            8 bits those of an output where the target has no such blocks.
-        lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
-        layout: How the target holds low-bit weights.
-        adapters: Products take LoRA pairs while they run.
+        scheme: One of SCHEMES.
+        method: Rounding method for weights of fewer than 8 bits (quantizers.py); 8 bits are always rounded to nearest.
+        block_size: Number of weights along a product's inputs that share scale and zero point; 0: the target's default, or, for 8 bits
+            without blocks, all weights of an output.
+        lora: One of LORA: an adapter's pairs stay separate, as two thin products, or are merged into the weight before rounding.
+        layout: The target's form of low-bit weights.
+        adapters: Products accept LoRA pairs at run time.
         to: The target's name, for messages.
     """
 

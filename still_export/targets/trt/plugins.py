@@ -128,7 +128,7 @@ def build_plugins(
     cuda_include: Path | None = None,
     runner: bool = False,
 ) -> Path:
-    """Compile the core, and the TensorRT adapter if its headers are given, with CMake.
+    """Compile the core and, with TensorRT's headers, its adapter, with CMake.
 
     Args:
         build: Build folder; kept, so that a second call compiles only changes.
@@ -150,8 +150,8 @@ def build_plugins(
 
 
 def cuda_headers(include: Path | None = None) -> list[Path]:
-    """Include folders of CUDA's runtime: `include`, or [] if CMake's usual places have it, or those of NVIDIA's packages, which come with
-    PyTorch for GPUs.
+    """Include folders of CUDA's runtime: `include`, or [] if CMake's usual places have it, or those of NVIDIA's packages (dependencies of
+    PyTorch for GPUs).
 
     Raises:
         PluginBuildError: They are missing or incomplete; the message names the missing package.
