@@ -52,7 +52,7 @@ class Layout:
         form: Name for messages.
         block_sizes: Supported numbers of weights that share a scale, along a product's inputs; the first is the default.
         nodes: One of NODES.
-        zero_points: 4-bit blocks have zero points; else code 0 is the middle of their grid.
+        zero_points: 4-bit blocks have zero points; else the middle code stands for 0.
         blocks_of_eight: 8-bit weights also have a scale for each block; else one for each output.
         rows: Rows of an embedding can be read in 8 bits.
         adapters: Products accept LoRA pairs at run time.
