@@ -10,7 +10,7 @@ from still_export.errors import StillExportError
 
 
 class Record(BaseModel):
-    """Values are never converted; unknown fields are kept."""
+    """Values are never converted; unknown fields stay."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -32,10 +32,10 @@ def first_fault(error: ValidationError) -> str:
             field += f"[{part}]"
         elif "[" not in part and part not in _BRANCHES:
             field += f".{part}" if field and part.isidentifier() else part if part.isidentifier() else f'["{part}"]'
-    said = fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ")
     value = fault.get("input")
     shown = "" if isinstance(value, (dict, list, BaseModel)) or fault["type"] == "missing" else f", not {value!r:.60}"
-    return f"{field}: {said}{shown}" if field else f"{said}{shown}"
+    return f"{field}: {message}{shown}" if field else f"{message}{shown}"
 
 
 _BRANCHES = ("int", "str", "float", "bool", "none", "constrained-int", "constrained-float", "constrained-str")

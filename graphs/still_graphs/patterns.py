@@ -39,7 +39,7 @@ class Op:
         op: Its type, or its possible types.
         inputs: Patterns of all inputs, None for an absent one; of the first ones only if `...` comes last.
         outputs: Number of results; None: any.
-        kept: The node stays, because others read it. It is removed if nothing reads it.
+        shared: Other nodes may read it. It stays until nothing does.
         check: Must accept the node.
     """
 
@@ -49,13 +49,13 @@ class Op:
         *inputs: Pattern | EllipsisType,
         domain: str = "",
         outputs: int | None = None,
-        kept: bool = False,
+        shared: bool = False,
         check: Callable[[ir.Node], bool] = lambda node: True,
     ) -> None:
         self.ops, self.domain = ((op,) if isinstance(op, str) else tuple(op)), domain
         self.more = bool(inputs) and inputs[-1] is ...
         self.inputs = cast("tuple[Pattern, ...]", inputs[:-1] if self.more else inputs)
-        self.outputs, self.kept, self.check = outputs, kept, check
+        self.outputs, self.shared, self.check = outputs, shared, check
 
     def __getitem__(self, index: int) -> Result:
         return Result(self, index)
@@ -92,7 +92,7 @@ class Match:
     def __init__(self, found: Found, results: Sequence[Op | Result]) -> None:
         self.found, self.new = found, list[ir.Node]()
         self.results = [self.value(result) for result in results]
-        self.gone = {node for pattern, node in found.items() if isinstance(pattern, Op) and not pattern.kept}
+        self.gone = {node for pattern, node in found.items() if isinstance(pattern, Op) and not pattern.shared}
 
     def __contains__(self, pattern: Val | Op) -> bool:
         """Whether the match has `pattern`, if that is in an alternative."""
@@ -219,7 +219,7 @@ def _node(pattern: Op, node: ir.Node, found: Found) -> Iterator[Found]:
     if pattern in found:
         yield from [found] if found[pattern] is node else []
     # Two parts of a pattern match different nodes.
-    elif pattern.takes(node, inputs) and (pattern.kept or not any(node is other for other in found.values())):
+    elif pattern.takes(node, inputs) and (pattern.shared or not any(node is other for other in found.values())):
         for order in [inputs, inputs[::-1]] if node.op_type in COMMUTES else [inputs]:
             yield from _values(pattern.inputs, order, {**found, pattern: node})
 

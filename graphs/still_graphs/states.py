@@ -20,7 +20,7 @@ LAST_HIDDEN = "last_hidden"
 """Output for MTP heads: hidden states after the last norm, float32."""
 AHEAD = "mtp_"
 """Prefix of all inputs, outputs and states of an MTP head."""
-EMBEDDINGS, POSITIONS = GIVEN = ("inputs_embeds", "position_ids")
+EMBEDDINGS, POSITIONS = IMAGE_INPUTS = ("inputs_embeds", "position_ids")
 """Inputs with defaults, in graphs of vision models. Embeddings [B, T, C] replace tokens with id -1. Positions are int64 [3, B, T] (time,
 height, width); -1: count tokens. Dimensions of 1 are repeated."""
 
@@ -155,8 +155,8 @@ class StateTable:
             return int(state.growth["axis"]), slice(rows_after(state.growth, tokens, self.capacity_tokens), None)
         if not state.ring:
             return 0, slice(0)
-        held = int(state.shape[2])
-        place, half = tokens % held, held // 2
+        size = int(state.shape[2])
+        place, half = tokens % size, size // 2
         return 2, slice(place, (place + half - 1) // half * half)
 
     @property

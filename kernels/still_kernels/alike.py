@@ -8,10 +8,10 @@ from torch import Tensor
 from still_graphs.errors import UnsupportedError
 
 
-def demand_alike(activation: Tensor, kept: Tensor) -> None:
+def demand_alike(activation: Tensor, state: Tensor) -> None:
     """Raise UnsupportedError if a state has another float type than the activations."""
-    if kept.dtype not in (activation.dtype, torch.int32):
+    if state.dtype not in (activation.dtype, torch.int32):
         raise UnsupportedError(
-            f"keys and values are kept in {kept.dtype} beside {activation.dtype}, which kernels of the GPU do not read. "
+            f"keys and values are kept in {state.dtype} beside {activation.dtype}, which kernels of the GPU do not read. "
             "Run on the CPU, or without `cache`."
         )

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_asked = 0
+_depth = 0
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether ops on this device use kernels rather than PyTorch."""
-    return device.type != "cpu" and not _asked
+    return device.type != "cpu" and not _depth
 
 
 @contextmanager
 def pytorch_forms() -> Iterator[None]:
     """Context in which every device uses the PyTorch implementations."""
-    global _asked
-    _asked += 1
+    global _depth
+    _depth += 1
     try:
         yield
     finally:
-        _asked -= 1
+        _depth -= 1

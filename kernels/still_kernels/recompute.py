@@ -24,9 +24,12 @@ def recompute(
     call: Callable[..., Tensor], tensors: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor
 ) -> Iterator[Tensor | None]:
     """Gradients of the `wanted` tensors, by a new run of `call(*tensors)` whose output has the gradient `grad`; None for the others."""
-    leaves = [None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+    leaves = [
+        None if t is None else t.detach().requires_grad_(needs_grad)
+        for t, needs_grad in zip(tensors, wanted, strict=True)
+    ]
     with torch.enable_grad():
         output = call(*leaves)
-    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(output, asked, grad, allow_unused=True))
+    required = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    found = iter(torch.autograd.grad(output, required, grad, allow_unused=True))
     return (next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves)

@@ -94,7 +94,7 @@ def export(
         _build_kernels(out)
     with out.steps() as progress:
         package = exporting.export(
-            job.asked,
+            job.export_options,
             output,
             to=job.to,
             options=job.options,
@@ -104,7 +104,7 @@ def export(
             dump_dir=dump_dir,
         )
         progress("running a short text")
-        overflow = _overflow(job.asked, package)
+        overflow = _overflow(job.export_options, package)
         engines, lacking = _engines(package, target, progress)
     if overflow:
         out.say(overflow)

@@ -57,8 +57,8 @@ class Codes:
         """Returns (type of a tensor in words, number of weights in it)."""
         if head.dtype in ("I32", "U8", "I8") and self.method:
             bits = self.bits or (8 if head.dtype == "I8" else 4)
-            held = {"I32": 32, "U8": 8, "I8": 8}[head.dtype]
-            return f"{bits} bits ({self.method}{self.group})", head.numbers * max(held // bits, 1)
+            width = {"I32": 32, "U8": 8, "I8": 8}[head.dtype]
+            return f"{bits} bits ({self.method}{self.group})", head.numbers * max(width // bits, 1)
         scaled = any(f"{name}{end}" in names for end in ("_scale", "_scale_inv"))
         kind = TYPES.get(head.dtype, head.dtype)
         return (f"{kind} ({self.method})" if scaled and self.method else kind), head.numbers

@@ -96,22 +96,23 @@ def _model(model_type: str, config: Mapping[str, Any], heads: Mapping[str, Head]
     elif name in SOFTMAX:
         how = "; softmax layers, which linearize replaces"
     parts = f", in {files} files" if files > 1 else ""
-    said = layers_of(count if isinstance(count, int) else len(layers), map(str, kinds))
-    return f"{name}, {said}, {numbers / 1e6:,.1f} M parameters{parts}{how}"
+    layout = layers_of(count if isinstance(count, int) else len(layers), map(str, kinds))
+    return f"{name}, {layout}, {numbers / 1e6:,.1f} M parameters{parts}{how}"
 
 
 def _weights(heads: Mapping[str, Head], codes: Codes) -> str:
     if codes.method and codes.method not in METHODS:
         return f"not read: quantized by {codes.method}; {', '.join(METHODS)} are"
     found: dict[str, Counter[str]] = {}
-    for name, head, said, _ in codes.counted(heads):
+    for name, head, type_name, _ in codes.counted(heads):
         if len(head.shape) > 1 and "lora_" not in name:
             place = "embedding" if _EMBEDDING.search(name) else "head" if name.endswith("lm_head.weight") else "layers"
-            found.setdefault("experts" if ".experts." in name else place, Counter())[said] += 1
+            found.setdefault("experts" if ".experts." in name else place, Counter())[type_name] += 1
     parts = []
     for kind, types in found.items():
         named = ", ".join(
-            f"{count} in {said}" if len(types) > 1 else f"in {said}" for said, count in types.most_common()
+            f"{count} in {type_name}" if len(types) > 1 else f"in {type_name}"
+            for type_name, count in types.most_common()
         )
         parts.append(f"{kind} {named}")
     return "; ".join(parts)
@@ -135,26 +136,26 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
         return f"not read: {path.name}: {' '.join(str(error).split())}"
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     size = read.get_vocab_size()
-    said = f"{type(read.model).__name__}, {size:,} tokens"
+    summary = f"{type(read.model).__name__}, {size:,} tokens"
     for name in ("bos", "eos"):
         token = config.get(f"{name}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        said += f", {name} {text!r}" if text else ""
+        summary += f", {name} {text!r}" if text else ""
     off = [name for name, value in (("truncation", read.truncation), ("padding", read.padding)) if value is not None]
-    said += f"; {' and '.join(off)} switched off" if off else ""
+    summary += f"; {' and '.join(off)} switched off" if off else ""
     beyond = vocabulary is not None and sum(number >= vocabulary for number in read.get_vocab().values())
-    return said + (f"; {beyond} tokens beyond the model's vocabulary, texts with them are refused" if beyond else "")
+    return summary + (f"; {beyond} tokens beyond the model's vocabulary, texts with them are refused" if beyond else "")
 
 
 def templates_of(folder: Path) -> dict[str, str]:
     """Chat templates by name, found as transformers does."""
     found: dict[str, str] = {}
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        found["default"] = given
-    elif isinstance(given, list):
-        found |= {str(one.get("name")): str(one.get("template")) for one in given if isinstance(one, dict)}
+    entry = config.get("chat_template")
+    if isinstance(entry, str):
+        found["default"] = entry
+    elif isinstance(entry, list):
+        found |= {str(one.get("name")): str(one.get("template")) for one in entry if isinstance(one, dict)}
     single, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
     if single.is_file() or more.is_dir():
         found = {"default": single.read_text("utf-8")} if single.is_file() else {}
@@ -175,8 +176,8 @@ def _adapter(folder: Path) -> str:
 
 def _ignored(folder: Path, files: Iterable[Path], others: Mapping[str, str], model_type: str) -> str:
     flags = {AHEAD: "--speculate", IMAGES: "--vision"}
-    said = [
+    unused = [
         f"{count} tensors of {what} ({flags[what]} exports them)" for what, count in Counter(others.values()).items()
     ]
     adapter = [folder / "adapter_model.safetensors"] if (folder / "adapter_config.json").is_file() else []
-    return ", ".join([*said, *other_files(folder, [*files, *adapter])]) or "nothing"
+    return ", ".join([*unused, *other_files(folder, [*files, *adapter])]) or "nothing"

@@ -104,20 +104,20 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         str(config.get("model_type")),
         next((name for name in COMPANION_FILES if (folder / name).is_file()), ""),
     )
-    said = read_json(folder / companion) if companion else {}
+    second_config = read_json(folder / companion) if companion else {}
     became, bases = COMPANION_FILES.get(companion, ("", ()))
     if companion and kind not in bases and not kind.startswith(became):
         raise UnsupportedModelError(
             f"{folder} was linearized: it has {companion}, beside a {kind} model; covered: {', '.join((*bases, became))}."
         )
     for name in _SAME:
-        if None not in (own := config.get(name), other := said.get(name)) and own != other:
+        if None not in (own := config.get(name), other := second_config.get(name)) and own != other:
             raise CheckpointError(
                 f"{name} is {own} in config.json of {folder} and {other} in {companion}. Fix one of them."
             )
-    whole = {**config, **{name: value for name, value in said.items() if value is not None}}
+    whole = {**config, **{name: value for name, value in second_config.items() if value is not None}}
     if companion == "hybrid_config.json":  # latents have other positions than the base
-        whole |= {"model_type": ZEBRA, "rope_scaling": said.get("rope_scaling"), "rope_parameters": None}
+        whole |= {"model_type": ZEBRA, "rope_scaling": second_config.get("rope_scaling"), "rope_parameters": None}
         softmax = whole.get("mla_layers")
     elif companion or kind in IN_LLAMA:
         second = "ngroups" in (whole.get("ssm_cfg") or {}) if companion else kind == IN_LLAMA[1]

@@ -76,17 +76,17 @@ def _weights(file: Container) -> str:
         kind = "experts" if "_exps" in part else "layers" if match else part.removesuffix(".weight")
         if len(tensor.shape) > 1:
             found.setdefault(kind, Counter())[tensor.tensor_type.name] += 1
-    said = []
+    parts = []
     for kind, types in found.items():
         named = ", ".join(f"{count} {name}" if len(types) > 1 else name for name, count in types.most_common())
-        said.append(f"{kind} in {named}")
+        parts.append(f"{kind} in {named}")
     coded = {name for types in found.values() for name in types if bits_of(name)}
     lost = sorted(coded - _PRESERVED)
-    said.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
+    parts.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
     many = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     numbers = sum(int(tensor.n_elements) for tensor in many)
-    said.append(f"{8 * sum(int(t.n_bytes) for t in many) / numbers:.1f} bits a weight" if numbers else "")
-    return "; ".join(part for part in said if part)
+    parts.append(f"{8 * sum(int(t.n_bytes) for t in many) / numbers:.1f} bits a weight" if numbers else "")
+    return "; ".join(part for part in parts if part)
 
 
 def _tokenizer(file: Container) -> str:

@@ -19,10 +19,10 @@ def template_of(templates: Mapping[str, str]) -> str:
     """Chat templates by name, with the usual arguments that they use."""
     if not templates:
         return "none, so that there are no chats"
-    said = []
+    entries = []
     for name, text in templates.items():
         named = [word for word in _ARGUMENTS if re.search(rf"\b{word}\b", text)]
         thinks = ["<think>"] if "<think>" in text else []
         known = f", with {', '.join(named + thinks)}" if named or thinks else ""
-        said.append(f"{'' if name == 'default' else f'{name}: '}{len(text):,} characters{known}")
-    return "; ".join(said)
+        entries.append(f"{'' if name == 'default' else f'{name}: '}{len(text):,} characters{known}")
+    return "; ".join(entries)

@@ -105,10 +105,10 @@ def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]
             )
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     expected = fields["split.tensors.count"].contents() if "split.tensors.count" in fields else None
-    held = sum(len(reader.tensors) for reader in readers)
-    if held != len(tensors) or (expected is not None and count > 1 and expected != held):
+    total = sum(len(reader.tensors) for reader in readers)
+    if total != len(tensors) or (expected is not None and count > 1 and expected != total):
         raise CheckpointError(
-            f"{path} and its other parts have {len(tensors)} tensors, not {expected or held} (split.tensors.count). A part is of another "
+            f"{path} and its other parts have {len(tensors)} tensors, not {expected or total} (split.tensors.count). A part is of another "
             "model; fetch the model again."
         )
     if "general.architecture" not in fields:

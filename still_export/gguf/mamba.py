@@ -31,7 +31,7 @@ _BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_
 
 
 def _inside(module: str, parts: dict[str, str]) -> dict[str, str]:
-    return {theirs: f"{module}.{ours}" for theirs, ours in parts.items()}
+    return {key: f"{module}.{name}" for key, name in parts.items()}
 
 
 def _edits(module: str) -> dict[str, Edit]:

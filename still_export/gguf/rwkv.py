@@ -88,7 +88,7 @@ def _rwkv7(view: View) -> Config:
         "norm_first": "token_embd_norm.weight" in view.file.tensors,
         "hidden_act": "sqrelu",
         "fuse_norm": False,  # keys of length 1 without epsilon under the root, as in llama.cpp and the published definition
-        **{f"{ours}_low_rank_dim": keys.whole(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
+        **{f"{name}_low_rank_dim": keys.whole(f"attention.{key}_lora_rank") for name, key in ranks.items()},
     }
 
 
@@ -161,7 +161,7 @@ _SHIFTED = "wkvrg"
 _QWEN = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    **{f"time_mix_{theirs}": f"self_attn.{ours}" for theirs, ours in (("w1", "time_maa_w1"), ("w2", "time_maa_w2"))},
+    **{f"time_mix_{key}": f"self_attn.{name}" for key, name in (("w1", "time_maa_w1"), ("w2", "time_maa_w2"))},
     **{f"time_mix_lerp_{part}": f"self_attn.time_maa_{part}" for part in ("x", *_SHIFTED)},
     **{f"time_mix_decay{part}": f"self_attn.time_decay{part}" for part in ("", "_w1", "_w2")},
     "time_mix_receptance": "self_attn.q_proj",

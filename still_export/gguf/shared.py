@@ -85,10 +85,10 @@ class View:
         return [layer for layer in range(self.layers) if self.has(part, layer)]
 
     def kinds(self, **parts: str) -> list[str]:
-        """The kind of each layer: the first of `parts` whose tensor it has.
+        """The kind of each layer: the first of `parts` with a tensor in it.
 
         Raises:
-            CheckpointError: A layer has none of them.
+            CheckpointError: A layer has no such tensor.
         """
         found = []
         for layer in range(self.layers):
@@ -193,8 +193,8 @@ def heads(view: View, channels: int = 1) -> Config:
     """
     counts = {}
     for name in ("head_count", "head_count_kv"):
-        given = view.keys(f"attention.{name}", 0)
-        found = {int(count) for count in (given if isinstance(given, list) else [given]) if count}
+        value = view.keys(f"attention.{name}", 0)
+        found = {int(count) for count in (value if isinstance(value, list) else [value]) if count}
         if len(found) > 1:
             raise UnsupportedModelError(
                 f"{view.file.path} has another head count in each layer ({name}); only one for all layers is supported."
@@ -213,7 +213,7 @@ def heads(view: View, channels: int = 1) -> Config:
 
 
 def shared_size(view: View, sizes: Config) -> int:
-    """Take the size of a head out of `sizes`, for families whose config.json has no field for it."""
+    """Remove the head size from `sizes`, for families without a field for it in config.json."""
     size = int(sizes.pop("head_dim"))
     if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
@@ -222,8 +222,8 @@ def shared_size(view: View, sizes: Config) -> int:
 
 def feed_forward(view: View, name: str = "feed_forward_length") -> int:
     """Channels of a feed-forward layer; of one value per layer, the one that is not 0."""
-    given = view.keys(name, 0)
-    found = {int(size) for size in (given if isinstance(given, list) else [given]) if size}
+    value = view.keys(name, 0)
+    found = {int(size) for size in (value if isinstance(value, list) else [value]) if size}
     if len(found) > 1:
         raise view.refuse(f"feed-forward layers of different widths ({name})")
     return found.pop() if found else 0
@@ -249,9 +249,9 @@ def routing(view: View, normed: bool = True) -> Config:
 
 
 def groups(view: View) -> Config:
-    """Groups of experts, of which a router chooses first."""
+    """Numbers of expert groups: in all, and chosen by the router."""
     names = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
-    return {ours: view.keys.whole(theirs, 1) or 1 for ours, theirs in names.items()}
+    return {name: view.keys.whole(key, 1) or 1 for name, key in names.items()}
 
 
 def rope(view: View, size: int) -> Config:
@@ -277,9 +277,9 @@ def rope(view: View, size: int) -> Config:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context or None}
-        for ours in ("beta_fast", "beta_slow"):
-            if f"rope.scaling.yarn_{ours}" in keys:
-                found[ours] = keys.number(f"rope.scaling.yarn_{ours}")
+        for name in ("beta_fast", "beta_slow"):
+            if f"rope.scaling.yarn_{name}" in keys:
+                found[name] = keys.number(f"rope.scaling.yarn_{name}")
     elif kind not in ("none", "linear", ""):
         raise view.refuse(f"rope scaling {kind!r}")
     if "rope_freqs.weight" in view.file.tensors:

@@ -95,7 +95,7 @@ def make_tokenizer(file: Container) -> Made:
     adds_eos = bool(file.value("tokenizer.ggml.add_eos_token", adds_eos))
     _surround(made, vocabulary, adds_bos, adds_eos)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {ours: token for ours, name in names.items() if (token := vocabulary.named(name)) is not None}
+    found = {token_name: token for token_name, name in names.items() if (token := vocabulary.named(name)) is not None}
     return Made(made, found, adds_bos and "bos_token" in found)
 
 

@@ -44,7 +44,7 @@ def decompose_simply(program: torch.export.ExportedProgram) -> None:
         graph.eliminate_dead_code()
         try:
             simple = [node for node in graph.nodes if node.op == "call_function" and _is_simple(node, table)]
-            known = _said_sizes(graph)
+            known = _size_nodes(graph)
             sizes = [_sizes(node, known) if node.target in _VIEWS else None for node in simple]
         except _Other:
             return anew(table)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def _sizes(view: Node, known: dict[Any, Node]) -> list[int | Node]:
     return sizes
 
 
-def _said_sizes(graph: Graph) -> dict[Any, Node]:
+def _size_nodes(graph: Graph) -> dict[Any, Node]:
     """Nodes for the sizes of inputs, by size, placed after the inputs; unused ones are removed as dead code."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     known: dict[Any, Node] = {}
@@ -142,9 +142,9 @@ def _as_comparison(eye: Node) -> None:
     """Replace an identity matrix by row index == column index."""
     matrix: Any = eye.meta["val"]
 
-    def of(op: Any, *given: Any, **options: Any) -> Node:
-        node = eye.graph.call_function(op, given, options)
-        node.meta["val"] = op(*(x.meta["val"] if isinstance(x, Node) else x for x in given), **options)
+    def of(op: Any, *arguments: Any, **options: Any) -> Node:
+        node = eye.graph.call_function(op, arguments, options)
+        node.meta["val"] = op(*(x.meta["val"] if isinstance(x, Node) else x for x in arguments), **options)
         return node
 
     with matrix.fake_mode, eye.graph.inserting_before(eye):

@@ -21,7 +21,7 @@ from still_export.models.read.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.spec import CACHE
-from still_graphs.states import EMBEDDINGS, GIVEN, StateTable
+from still_graphs.states import EMBEDDINGS, IMAGE_INPUTS, StateTable
 
 IR_VERSION = 10
 
@@ -99,7 +99,7 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         are stored as [in, out].
 
     Raises:
-        LayersDiffer: Layers that were taken for alike are not.
+        LayersDiffer: Layers that seemed equal differ.
     """
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
@@ -132,7 +132,7 @@ def onnx_of(
     """A traced program in ONNX.
 
     Args:
-        weights: Names that the program gives its weights, whose values are left out.
+        weights: Names for the program's weights; their values are left out.
     """
     decompose_simply(traced)
     with few_collections(), promote_simply(), _without_exporter_noise():
@@ -159,7 +159,7 @@ def onnx_of(
 
 def _give_defaults(model: ir.Model) -> None:
     """Make image inputs optional: no embeddings, and positions that count tokens."""
-    for value in [value for value in model.graph.inputs if value.name in GIVEN]:
+    for value in [value for value in model.graph.inputs if value.name in IMAGE_INPUTS]:
         dtype, sizes = value.dtype or ir.DataType.FLOAT, [*(value.shape or ())]
         embeds = value.name == EMBEDDINGS
         shape: list[int | str] = [f"{value.name}_{axis}" for axis in ("batch", "tokens")]
@@ -175,7 +175,7 @@ def _give_defaults(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _without_exporter_noise() -> Iterator[None]:
-    """Silence what torch's exporter says about optional packages and its own deprecations; errors still raise."""
+    """Silence warnings of torch's exporter about optional packages and its own deprecations."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")
     ]  # onnx_ir: weights without values are no mistake

@@ -1,12 +1,12 @@
-"""Compute products of one value as one, for GPUs: their weights side by side, the result split.
+"""Merge products of one value, for GPUs: concatenate their weights, split the result.
 
 Query, key, value and gate projections read the same tokens, and so do the two of a gated feed-forward layer. One product of all columns
-reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products where weights are constants that
-it may rewrite; an engine whose weights can be replaced merges none, so all are merged for it.
+reads memory in longer runs, and a step of a small model costs its launches. TensorRT merges such products only if it may
+rewrite their weights. It may not in engines with replaceable weights, so all are merged for it.
 
-ONNX Runtime's CUDA provider splits the last axis into three parts of any sizes by one kernel of its own. Into two or four parts of
-different sizes it needs their sizes on the device, which are copied there in each call: so query, key and value are merged, and the gate is
-not; and both products of a gated feed-forward layer are. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
+ONNX Runtime's CUDA provider has a kernel that splits the last axis into three parts of any size. For two or four parts of different sizes
+it copies the sizes to the device in each call. So query, key and value are merged without the gate, as are both products of a gated
+feed-forward layer. On the CPU the split costs more than it gains (docs/notebook/onnxruntime.md).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _groups(model: ir.Model, parts: int | None) -> list[list[ir.Node]]:
 
 def _alike(group: list[ir.Node]) -> bool:
     """Whether the group is two products of the same size."""
-    held = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
-    shapes = [weight.shape for weight in held if weight is not None]
+    weights = [node.inputs[1].const_value for node in group if node.inputs[1] is not None]
+    shapes = [weight.shape for weight in weights if weight is not None]
     return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
@@ -77,9 +77,9 @@ def _merge(graph: ir.Graph, group: list[ir.Node]) -> None:
     merged = store(graph, ir.LazyTensor(read, dtype, ir.Shape([height, sum(sizes)]), name="+".join(names)))
     first = group[0]
     product = ir.node("MatMul", [first.inputs[0], merged], name=f"{first.name}.merged")
-    given = first.outputs[0].shape
-    if given is not None:
-        product.outputs[0].shape = ir.Shape([*given[:-1], sum(sizes)])
+    shape = first.outputs[0].shape
+    if shape is not None:
+        product.outputs[0].shape = ir.Shape([*shape[:-1], sum(sizes)])
     product.outputs[0].dtype = dtype
     product.outputs[0].name = f"{first.outputs[0].name}.merged"
     counts = store(graph, ir.tensor(np.array(sizes, np.int64), name=f"{first.outputs[0].name}.sizes"))

@@ -40,11 +40,11 @@ class ExportOptions:
     """What is exported of a model, for any target. A manifest's `config` records it, and `--config manifest.json` repeats it.
 
     Args:
-        still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
+        still: Fields of the STILL configuration: those of DEPLOYMENT for any model, others for models without a configuration.
 
-    The others are flags of `still-export export`, whose help says what they are. `dtype` is that of the weights, "auto": as stored, but
-    bfloat16 as float32. `all_logits`: otherwise each sequence has those of its last new token. `quantize`: scheme of the weights' bits
-    (quantization/policy.py), None: as `dtype` says.
+    The others are flags of `still-export export`; see its help. `dtype`: type of the weights; "auto": as stored, but bfloat16 as float32.
+    `all_logits`: logits of all tokens; otherwise of each sequence's last new token. `quantize`: scheme of low-bit weights
+    (quantization/policy.py); None: weights have type `dtype`.
     """
 
     model: str

@@ -47,8 +47,8 @@ def like(model: Any, states: StateTable) -> list[int]:
     seen: dict[str, list[int]] = {}
     found = []
     for index, layer in enumerate(model.model.layers):
-        held = [_without_layer(s) for s in states if s.layer == index]
-        kind = repr([types and types[index], held, [*_parts(layer)]])
+        layer_states = [_without_layer(s) for s in states if s.layer == index]
+        kind = repr([types and types[index], layer_states, [*_parts(layer)]])
         alike = seen.setdefault(kind, [])
         if len(alike) < TRACED:
             alike.append(index)
@@ -76,7 +76,7 @@ def constants_of(layer: Any) -> Constants:
 def _parts(layer: Any) -> Iterator[Any]:
     """Everything that distinguishes a layer, except number, weight values and constants.
 
-    An object that does not say what it is, is like no other.
+    Objects without a description equal no other.
     """
     for name, module in layer.named_modules():
         yield name, type(module)
@@ -102,12 +102,12 @@ class Hidden:
         self.states: list[Tensor] = []
         self.in_tuple = False
 
-    def add(self, given: Tensor, result: Any) -> None:
+    def add(self, x: Tensor, result: Any) -> None:
         self.in_tuple = isinstance(result, tuple)
         if self.in_tuple and any(part is not None for part in result[1:]):
             raise LayersDiffer("layers give the next one more than hidden states.")
         state = result[0] if self.in_tuple else result
-        self.states += [state] if self.states else [given, state]
+        self.states += [state] if self.states else [x, state]
 
 
 class _Skipped(nn.Module):
@@ -129,7 +129,7 @@ def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
     """Inside the block the model has only the layers `traced`; the others pass hidden states on.
 
     Yields:
-        What the layers give, where there are others.
+        The hidden states of traced layers; empty if all layers are traced.
     """
     layers, hidden = model.model.layers, Hidden()
     whole = list(layers)
@@ -137,9 +137,9 @@ def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
         yield hidden
         return
 
-    def compute(own: Any, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = own(given, *args, **kwargs)
-        hidden.add(given, result)
+    def compute(own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = own(x, *args, **kwargs)
+        hidden.add(x, result)
         return result
 
     try:
@@ -160,7 +160,7 @@ class _Traced:
     """A traced layer: its nodes in order, its input and output hidden states, and their readers."""
 
     nodes: list[ir.Node]
-    given: ir.Value
+    input: ir.Value
     result: ir.Value
     readers: Sequence[tuple[ir.Node, int]]
 
@@ -222,7 +222,7 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
     dependent = {results[FIRST]}
     for node in graph:
         here = owner.get(node, len(graph))
-        allowed = found[here].given if here in found else hidden
+        allowed = found[here].input if here in found else hidden
         read = dependent.intersection(node.inputs)
         for value in read:
             maker = value.producer()
@@ -255,7 +255,7 @@ def _copy(
 ) -> tuple[ir.Value, ir.Node]:
     """Copy a traced layer, `numbers[0]`, as `numbers[1]` after the node `after`; returns its hidden states and last node."""
     template, number = numbers
-    values: dict[ir.Value | None, ir.Value | None] = {layer.given: hidden}
+    values: dict[ir.Value | None, ir.Value | None] = {layer.input: hidden}
     own = _own_dimensions(graph, template)
 
     def sized(shape: ir.Shape | None) -> ir.Shape | None:
@@ -319,8 +319,8 @@ def _constant(graph: ir.Graph, values: Sequence[float], name: str) -> ir.Value:
     """An initializer with these float32 `values`: an existing one, or a new one with this name."""
     tensor = ir.tensor([*values], ir.DataType.FLOAT, name=name)
     for value in graph.initializers.values():
-        held = value.const_value
-        if held is not None and (held.dtype, held.shape) == (tensor.dtype, tensor.shape):
-            if np.array_equal(held.numpy(), tensor.numpy()):
+        tensor_here = value.const_value
+        if tensor_here is not None and (tensor_here.dtype, tensor_here.shape) == (tensor.dtype, tensor.shape):
+            if np.array_equal(tensor_here.numpy(), tensor.numpy()):
                 return value
     return store(graph, tensor)

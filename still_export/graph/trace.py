@@ -17,7 +17,7 @@ from still_export.mixers.cache import empty_states, state_table
 from still_export.models.ahead import AheadMixin
 from still_export.models.base import last_rows
 from still_export.models.step import decode_with_state, rows_left
-from still_graphs.states import GIVEN, LAST_HIDDEN, State, StateTable, rows_after
+from still_graphs.states import IMAGE_INPUTS, LAST_HIDDEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 """Example sizes of the trace, all different and none 1, so that no dimension is specialised or confused."""
@@ -106,17 +106,17 @@ class _StatefulForward(nn.Module):
         seen: list[Tensor],
         hidden: Tensor | None = None,
     ) -> list[Tensor]:
-        given: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
+        states: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
         for key, tensor in zip(self.states, past, strict=True):
-            given[key.layer][_name(key)] = tensor
-        layers = [given[layer] for layer in self.alike]
+            states[key.layer][_name(key)] = tensor
+        layers = [states[layer] for layer in self.alike]
         self.hidden.states.clear()
-        more_given = dict(zip(GIVEN, seen, strict=False)) | ({} if hidden is None else {"hidden": hidden})
-        every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **more_given)
+        extra_inputs = dict(zip(IMAGE_INPUTS, seen, strict=False)) | ({} if hidden is None else {"hidden": hidden})
+        every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **extra_inputs)
         last = last_rows(every, new_tokens, rows_left(input_ids, self.keep))
-        kept = [present[key.layer][_name(key)] for key in self.states]
+        present_states = [present[key.layer][_name(key)] for key in self.states]
         more = [(every if hidden is None else last).float()] if self.ahead else []
-        return [self.model.logits(last).float(), *kept, past_length + new_tokens, *more, *self.hidden.states]
+        return [self.model.logits(last).float(), *present_states, past_length + new_tokens, *more, *self.hidden.states]
 
 
 def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = False) -> TracedModel:
@@ -130,7 +130,7 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
 
     Returns:
         The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`, of a model that sees images
-        GIVEN; outputs `logits` (float32), `present_<state>.<layer>`, `present_length [B]`. With `ahead` also the output
+        IMAGE_INPUTS; outputs `logits` (float32), `present_<state>.<layer>`, `present_length [B]`. With `ahead` also the output
         `last_hidden [B,T,C]` (float32) that heads read; of a head the input `hidden` and, of the tokens that have logits, the output
         `last_hidden`.
     """
@@ -172,7 +172,7 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
         program,
         [
             *("input_ids", "new_tokens", "past_length", *(key.past for key in states)),
-            *(*GIVEN[: len(seen)], *(["hidden"] if of_head else [])),
+            *(*IMAGE_INPUTS[: len(seen)], *(["hidden"] if of_head else [])),
         ],
         ["logits", *(key.present for key in states), "present_length", *([LAST_HIDDEN] if ahead else [])],
         states,

@@ -16,14 +16,14 @@ INPUTS, OUTPUT = ("pixel_values", "grid"), "image_embeds"
 
 
 def vision_graph(vision: Vision) -> ir.Model:
-    """`pixel_values` float32 [images, patches, values] and `grid` int64 [2] to `image_embeds` float32, as `VisionEncoder` has them; no
-    weight is read before it is asked for."""
+    """The graph of a `VisionEncoder`: inputs `pixel_values` float32 [images, patches, values] and `grid` int64 [2], output `image_embeds`
+    float32. Weights are read lazily."""
     encoder = vision.encoder(stand_ins(vision.weights))
-    square = vision.said["merge"] ** 2
+    square = vision.settings["merge"] ** 2
     squares = torch.export.Dim("squares", min=1, max=1 << 20)
     sizes = {0: torch.export.Dim("images", min=1, max=1 << 16), 1: square * squares}
-    pixels = torch.zeros(IMAGES, SQUARES * square, vision.said["patch_values"])
-    grid = torch.tensor([vision.said["merge"], SQUARES * vision.said["merge"]])
+    pixels = torch.zeros(IMAGES, SQUARES * square, vision.settings["patch_values"])
+    grid = torch.tensor([vision.settings["merge"], SQUARES * vision.settings["merge"]])
     with tracing():
         program = torch.export.export(encoder, (pixels, grid), dynamic_shapes=(sizes, None), strict=False)
     names = {name: name.removeprefix("visual.") for name, _ in encoder.named_parameters()}

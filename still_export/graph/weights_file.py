@@ -129,12 +129,12 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             done += length
             progress(done, total)
     for value, name in views:
-        held = written[name]
+        external = written[name]
         assert isinstance(value.shape, ir.Shape) and value.name is not None and value.const_value is not None
         value.const_value = ir.ExternalTensor(
             location,
-            held.offset,
-            held.length,
+            external.offset,
+            external.length,
             value.const_value.dtype,
             shape=value.shape,
             name=value.name,

@@ -72,9 +72,9 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = get_model_state_dict(module, options=options)
     tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
     marks = (*own_marks(module), "lora_", FACTORS)
-    kept = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
+    trained = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
     # Gates of low rank keep their initial weight, zero; LoRA's product is all of them.
-    return {n: t for n, t in kept.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
+    return {n: t for n, t in trained.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
 
 
 def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: int, heads: int) -> StillConfig:
@@ -155,7 +155,7 @@ class Start:
         folder = Path(str(recipe.start))
         values, self.still = read_adapter(folder)
         mine = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha, "feature_map": recipe.feature_map}
-        theirs = {"r": values.get("r"), "lora_alpha": values.get("lora_alpha"), "feature_map": self.still.feature_map}
+        recorded = {"r": values.get("r"), "lora_alpha": values.get("lora_alpha"), "feature_map": self.still.feature_map}
         made = sorted(set(self.still.layer_types or (HYBRID,)) - {FULL, recipe.layer})
         if made:
             raise ConfigError(
@@ -163,9 +163,9 @@ class Start:
                 "must be equal."
             )
         for name, value in mine.items():
-            if value != theirs[name]:
+            if value != recorded[name]:
                 raise ConfigError(
-                    f"the adapter {folder} has {name} {theirs[name]}, the recipe {value}; they must be equal."
+                    f"the adapter {folder} has {name} {recorded[name]}, the recipe {value}; they must be equal."
                 )
         self.trains_maps = bool(recipe.transfer_steps) or recipe.maps_in_finetune
         softmax = [i for i, kind in enumerate(recipe.layer_types or ()) if kind == FULL]

@@ -23,13 +23,13 @@ class Curves:
     def __init__(self, folder: Path, stage: str, done: int) -> None:
         self.stage = stage
         path = folder / FILE
-        kept: list[dict[str, str]] = []
+        earlier: list[dict[str, str]] = []
         with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.DictReader(file) if row["stage"] != stage or int(row["step"]) <= done]
+            earlier = [row for row in csv.DictReader(file) if row["stage"] != stage or int(row["step"]) <= done]
         self._file = path.open("w", newline="", encoding="utf-8")
         self._rows = csv.DictWriter(self._file, COLUMNS)
         self._rows.writeheader()
-        self._rows.writerows(kept)
+        self._rows.writerows(earlier)
         self._events: Any = None
         if find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -107,8 +107,8 @@ class Yardstick:
                     nats[context].append(float(losses[: context - 1].mean()))
         scale = math.log(2) * self.bytes_per_token
         bits = {context: sum(values) / len(values) / scale for context, values in nats.items()}
-        asked: Sequence[tuple[Tensor, int]] = self.prompts if questions else ()
-        return Measured(bits, sum(finds(model, ids, answer) for ids, answer in asked), len(asked))
+        prompts: Sequence[tuple[Tensor, int]] = self.prompts if questions else ()
+        return Measured(bits, sum(finds(model, ids, answer) for ids, answer in prompts), len(prompts))
 
 
 @torch.no_grad()

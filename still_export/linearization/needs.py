@@ -49,15 +49,15 @@ def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarra
     tokens = len(prompt)
     windows = np.lib.stride_tricks.sliding_window_view(prompt, count)
     fact = int((windows == prompt[-count:]).all(1).argmax())  # the first occurrence
-    asked = torch.arange(tokens - count - 1, tokens - 1, device=model.device)
-    future = torch.arange(tokens, device=model.device) > asked[:, None]
+    queries = torch.arange(tokens - count - 1, tokens - 1, device=model.device)
+    future = torch.arange(tokens, device=model.device) > queries[:, None]
     seen: list[Tensor] = []
 
     def look(module: Any, arguments: Any, kwargs: dict[str, Any]) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
         query, key, _ = module.project_heads(hidden, kwargs.get("position_embeddings"))
         keys = key[0].repeat_interleave(query.shape[2] // key.shape[2], dim=1).float()
-        logits = torch.einsum("qhd,khd->hqk", query[0, asked].float(), keys) * module.head_dim**-0.5
+        logits = torch.einsum("qhd,khd->hqk", query[0, queries].float(), keys) * module.head_dim**-0.5
         weight = logits.masked_fill(future, -torch.inf).softmax(-1)
         seen.append(weight[:, range(count), range(fact, fact + count)].mean(1).cpu())
 

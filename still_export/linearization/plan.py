@@ -90,13 +90,13 @@ class Planner:
     def __init__(self, run: LinearizationRun) -> None:
         self.run, self.budget, self.until = run, Budget.read(run.recipe.budget), math.inf
         self.reading = time.monotonic() - run.started
-        self.asked = run.recipe
+        self.requested = run.recipe
         self.stick = Yardstick(run.corpus, run.tokenizer, run.context)
         least = self.state(0, 1)
         if least > self.budget.state:
             raise ConfigError(
-                f"--budget {self.asked.budget!r}: a state of {self.budget.state:.0%} is impossible; with no softmax layer and one salient "
-                f"token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
+                f"--budget {self.requested.budget!r}: a state of {self.budget.state:.0%} is impossible; with no softmax layer and one "
+                f"salient token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
             )
         path = run.work / PLAN_FILE
         if run.accelerator.is_main_process and not path.is_file():
@@ -115,22 +115,22 @@ class Planner:
 
     def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
         """The recipe of a plan with `count` softmax layers, and a rate for its steps."""
-        kept = plan.needs.ranked()[:count]
-        types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
-        rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
+        softmax = plan.needs.ranked()[:count]
+        types = tuple(FULL if layer in softmax else self.requested.layer for layer in range(self.run.layers))
+        rate = self.requested.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
         return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
     def _trial(self, salient: int) -> Recipe:
         """The recipe with all layers linearized."""
-        asked = self.asked if self.asked.row_tokens >= LEAST_ROW else replace(self.asked, retrieval=0.0)
-        return replace(asked, budget="", salient_per_chunk=salient)
+        recipe = self.requested if self.requested.row_tokens >= LEAST_ROW else replace(self.requested, retrieval=0.0)
+        return replace(recipe, budget="", salient_per_chunk=salient)
 
     def state(self, count: int, salient: int) -> float:
         """State size of a student with `count` softmax layers at the model's context, relative to the base's cache."""
 
         def size(softmax: int) -> int:
             config = copy.copy(self.run.geometry)
-            types = tuple(FULL if layer < softmax else self.asked.layer for layer in range(self.run.layers))
+            types = tuple(FULL if layer < softmax else self.requested.layer for layer in range(self.run.layers))
             config.still_config = replace(self.run.still, layer_types=types, salient_per_chunk=salient).to_dict()
             table = state_table(config, torch.float16)
             return table.size_bytes(1, table.rows(self.run.context))
@@ -157,8 +157,8 @@ class Planner:
         set_modes(attentions, range(run.layers))
         with run.accelerator.autocast():
             base = self.stick.measured(model)
-        said = ", ".join(f"{bits:.4f} at {context:,}" for context, bits in base.bits.items())
-        log(f"base: bits per byte {said}; finds {base.found} of {base.asked} facts")
+        losses = ", ".join(f"{bits:.4f} at {context:,}" for context, bits in base.bits.items())
+        log(f"base: bits per byte {losses}; finds {base.found} of {base.asked} facts")
         count = min(needs.looking(), max(1, run.layers // 4))
         salient, most = self._room(count)
         if salient != run.recipe.salient_per_chunk:
@@ -207,12 +207,12 @@ class Planner:
         whole = 60 * self.budget.time
         if lacking_s is None:
             lacking_s = time.monotonic() - self.run.started + self.reading + step_s - (1 - MEASURING) * whole
-        if not self.asked.finetune_steps or lacking_s <= 0:
+        if not self.requested.finetune_steps or lacking_s <= 0:
             return
-        steps = min(FEW_STEPS, self.asked.finetune_steps)
+        steps = min(FEW_STEPS, self.requested.finetune_steps)
         enough = math.ceil((whole + (lacking_s + steps * step_s) / (1 - MEASURING)) / 60)
         raise ConfigError(
-            f"--budget {self.asked.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some "
+            f"--budget {self.requested.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some "
             f"{step_s:.1f} s here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
         )
 
@@ -229,11 +229,15 @@ class Planner:
         if plan.count == run.layers:
             return 0
         run.adopt(self.recipe(plan, plan.count))
-        asked = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(row.numel() for row in self.stick.rows)
+        question_share = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(
+            row.numel() for row in self.stick.rows
+        )
         step = step_seconds(run, "LoRA")
         # Writing the model takes about as long as reading the base.
-        self.until = run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + asked) * seconds - step
-        steps = max(0, min(self.asked.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
+        self.until = (
+            run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + question_share) * seconds - step
+        )
+        steps = max(0, min(self.requested.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
         if not steps:
             self._demand_time(step, time.monotonic() - self.until)
         run.log(
@@ -247,9 +251,9 @@ class Planner:
         linearized = [layer for layer in range(run.layers) if run.still.layer_type(layer) != FULL]
         least = math.ceil(self.budget.found * plan.base.found)
         while True:
-            kept = plan.needs.ranked()[:count]
-            set_modes(attentions, [linearized.index(layer) for layer in kept if layer in linearized])
-            forget_lora(model, kept)
+            softmax = plan.needs.ranked()[:count]
+            set_modes(attentions, [linearized.index(layer) for layer in softmax if layer in linearized])
+            forget_lora(model, softmax)
             with run.accelerator.autocast():
                 reached = self.stick.measured(model)
             loss = worst(reached, plan.base)
@@ -295,8 +299,12 @@ def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, 
     found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
     if budget.found and not (reached.asked and base.found):
         found = UNMEASURED
-    kept = {"loss": worst(reached, base) <= budget.loss, "state": state <= budget.state, "time": minutes <= budget.time}
-    verdicts = {name: MET if met else BROKEN for name, met in kept.items()}
+    limits = {
+        "loss": worst(reached, base) <= budget.loss,
+        "state": state <= budget.state,
+        "time": minutes <= budget.time,
+    }
+    verdicts = {name: MET if met else BROKEN for name, met in limits.items()}
     return {"loss": verdicts["loss"], "state": verdicts["state"], "found": found, "time": verdicts["time"]}
 
 

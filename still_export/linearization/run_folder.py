@@ -42,10 +42,10 @@ class RunFolder:
         Raises:
             TrainingError: It belongs to another run, or there is none.
         """
-        theirs = self.fingerprint()
-        differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        recorded = self.fingerprint()
+        differing = sorted(k for k in mine.keys() | recorded.keys() if mine.get(k) != recorded.get(k))
         if differing:
-            shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
+            shown = ", ".join(f"{k} {recorded.get(k)} there, {mine.get(k)} here" for k in differing[:3])
             raise TrainingError(
                 f"{self.output} has another run: {shown}. "
                 "Nothing was changed. Resume with the recipe that started it, or choose another folder with -o."
@@ -84,8 +84,7 @@ class RunFolder:
 
 
 def check_replaceable(folder: Path, force: bool, hint: str) -> None:
-    """Raise ConfigError if `folder` is not empty and `force` is not given, or if no linearization wrote it (such as a base, or a home
-    folder)."""
+    """Raise ConfigError if `folder` is not empty without `force`, or if no linearization wrote it (such as a base or a home folder)."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:

@@ -212,8 +212,8 @@ class Trainer:
             accelerator.clip_grad_norm_(trained, recipe.clip_norm)
         optimizer.step()
         late = torch.tensor([float(time.monotonic() >= until)], device=accelerator.device)
-        told = torch.cat([late, total[None].float(), total_parts.float()])
-        late_share, mean, *means = accelerator.reduce(told, reduction="mean").tolist()
+        sums = torch.cat([late, total[None].float(), total_parts.float()])
+        late_share, mean, *means = accelerator.reduce(sums, reduction="mean").tolist()
         return mean, means, late_share > 0
 
     def _save(self, module: nn.Module, optimizer: Any, report: StageReport) -> None:

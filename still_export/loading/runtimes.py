@@ -148,12 +148,12 @@ def open_torch(opening: Opening) -> Runner:
     import torch
 
     from still_export.graph.options import ExportOptions
-    from still_export.graph.quantization.read import held_model
+    from still_export.graph.quantization.read import package_model
     from still_export.loading.torch import TorchModel
 
     if opening.threads:
         torch.set_num_threads(opening.threads)
-    model = held_model(ExportOptions.from_manifest(opening.manifest), opening.folder, opening.manifest)
+    model = package_model(ExportOptions.from_manifest(opening.manifest), opening.folder, opening.manifest)
     return TorchModel(opening.manifest, model, opening.folder)
 
 

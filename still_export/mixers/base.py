@@ -33,7 +33,7 @@ class LayerOp:
 
 
 class Mixer(Protocol):
-    """What one layer does with its tokens and state; mixers derive from it.
+    """Base class of mixers: the computation of one layer on tokens and state.
 
     `config` is a STILL family configuration, `index` a layer of it.
     """

@@ -55,10 +55,10 @@ class StillCache(Cache):
         CUDA graph.
 
         Args:
-            dtype: Of the model's activations.
+            dtype: Type of the activations.
 
         Raises:
-            CapacityError: The model does not take so many tokens.
+            CapacityError: `tokens` exceeds the model's capacity.
         """
         cache = cls(_layers(config), FixedProgress(batch, tokens, device))
         place = torch.empty(0, device=device).device  # with its number

@@ -20,9 +20,9 @@ LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 class Progress:
     """Progress of a cache's sequences, shared by all layers.
 
-    `length` and `new_tokens` are int64 [B]: tokens that each sequence has seen and brings; None before the first call. `columns` counts the
-    columns of the batch so far, padding included: an upper bound of every length that transformers' bookkeeping and the growth of
-    buffers need.
+    `length` and `new_tokens`, int64 [B]: number of earlier and of new tokens of each sequence; None before the first call. `columns`:
+    number of columns of the batch so far, including padding. It bounds every length, for transformers' bookkeeping and the growth of
+    buffers.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def refill(tensor: Tensor, values: Tensor) -> None:
     """Copy `values` into a fixed tensor.
 
     Raises:
-        UnsupportedError: There are more or fewer sequences than it has.
+        UnsupportedError: The number of sequences differs.
     """
     if values.shape != tensor.shape:
         raise UnsupportedError(
@@ -138,7 +138,7 @@ def refill(tensor: Tensor, values: Tensor) -> None:
 class StillCacheLayer(CacheLayerMixin):
     """Shared by the cache layers of all mixers; `progress` is the whole cache's.
 
-    `fixed`: The tensors have room for all that may come, and stay where they are: calls write into them.
+    `fixed`: The tensors have room for all calls and keep their addresses: calls write into them.
     """
 
     is_compileable = False
@@ -163,7 +163,7 @@ class StillCacheLayer(CacheLayerMixin):
         """Allocate fixed tensors for `batch` sequences of at most `tokens` tokens.
 
         Raises:
-            CapacityError: The layer does not take so many.
+            CapacityError: `tokens` exceeds the layer's capacity.
         """
         raise NotImplementedError
 
@@ -231,7 +231,7 @@ def layer_of(cache: Any, index: int, kind: type[LayerT], what: str) -> LayerT | 
     """Like `part_of`, for a module that requires it if there is a cache.
 
     Raises:
-        UnsupportedError: `cache` is none of a STILL model; layer `index` is, or does, `what`.
+        UnsupportedError: `cache` is not a STILL model's; `what` describes layer `index` in the message.
     """
     layer = part_of(cache, index, kind)
     if cache is not None and (layer is None or layer.new_tokens is None):

@@ -25,5 +25,5 @@ def rounded(x: Tensor, cache: str | None) -> Tensor:
     """`x` rounded to cache type `cache`, in its own type: a call computes with the numbers that later calls read."""
     if cache == "int8":
         return codes.rounded(x)
-    kept = narrower(cache, x.dtype)
-    return x if kept == x.dtype else x.to(kept).to(x.dtype)
+    stored_dtype = narrower(cache, x.dtype)
+    return x if stored_dtype == x.dtype else x.to(stored_dtype).to(x.dtype)

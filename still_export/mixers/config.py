@@ -19,12 +19,12 @@ DEPLOYMENT = tuple(f.name for f in fields(Deployment))
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """The configuration of a model whose layers are described by its family's configuration.
+    """The configuration of a model with layers that its family's configuration describes.
 
     Args:
-        layer_types: Per layer the name of its mixer; None = all "hybrid_attention". It lives here and not in the family's own
-            `layer_types`, whose names transformers checks and whose masks it derives.
-        deployment: What who runs the model chooses.
+        layer_types: Per layer the name of its mixer; None = all "hybrid_attention". Separate from the family's own
+            `layer_types`, because transformers checks those names and derives masks from them.
+        deployment: Choices for running the model.
     """
 
     layer_types: tuple[str, ...] | None = None
@@ -46,7 +46,7 @@ class LayersConfig:
             raise ConfigError(f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={layers}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold, defaults included."""
+        """JSON values, including defaults."""
         types = None if self.layer_types is None else list(self.layer_types)
         deployment = asdict(self.deployment)
         if not self.deployment.whole_prompts:
@@ -55,7 +55,7 @@ class LayersConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "still_config") -> Self:
-        """The configuration that `to_dict` wrote, in `source`; missing fields take their defaults.
+        """The configuration that `to_dict` wrote into `source`; missing fields have their defaults.
 
         Raises:
             ConfigError: An unknown field, with the nearest known one, or a bad value.
@@ -88,7 +88,7 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         self.check_reuse(self.layer_types or (HYBRID,) * layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Like LayersConfig, with the settings where a layer has them."""
+        """Like LayersConfig, with the settings of the mixers in use."""
         values = {n: getattr(self, n) for kind in self.layer_types or (HYBRID,) for n in MIXERS[kind].settings}
         if (factors := values.get("window_factors")) is not None:
             values["window_factors"] = [list(row) for row in factors]

@@ -78,10 +78,10 @@ def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: 
 
 
 def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) -> type[ModuleT]:
-    """The class of the module that takes the place of `base`, of `classes` by the name of the family's class.
+    """The class that replaces `base`; `classes` is keyed by the name of the family's class.
 
     Raises:
-        UnsupportedModelError: `base` is another kind of module than `what`.
+        UnsupportedModelError: `base` is of another class; `what` names the expected one in the message.
     """
     name = type(base).__name__
     if name not in classes:
@@ -112,7 +112,7 @@ def states_of(
     """States of layer `index`, new tokens [B], and the cache layer to store into; without a cache, zero states and all of `hidden`.
 
     Raises:
-        UnsupportedError: `cache` is none of a STILL model.
+        UnsupportedError: `cache` is not a STILL model's.
     """
     batch, tokens = hidden.shape[:2]
     if cache is None:
@@ -131,7 +131,7 @@ class WithFixedStates(KernelStateLayer[State]):
     """Mixed in before a cache layer with one state, for a layer of two mixers: `second_mixer` has the other's fixed-size states.
 
     Args:
-        own: What the cache layer itself is made of.
+        own: Arguments of the cache layer itself.
     """
 
     def __init__(self, ops: Sequence[LayerOp], *own: Any) -> None:
@@ -199,9 +199,9 @@ class FixedStateModule(nn.Module):
 
 
 class FixedStatesMixer(Mixer):
-    """Layers of families whose states all have a fixed size.
+    """Layers of families that have only states of fixed size.
 
-    modules, what: As `classes` and `what` of `class_for`.
+    modules, what: See `classes` and `what` of `class_for`.
     """
 
     of_families = True

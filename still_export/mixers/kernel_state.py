@@ -1,4 +1,4 @@
-"""A cache layer whose kernels write the state in place and reuse a decode step's prepared launches."""
+"""A cache layer for kernels that write the state in place and reuse a decode step's prepared launches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ State = TypeVar("State", bound=Any)
 
 
 class KernelStateLayer(StillCacheLayer, Generic[State]):
-    """The state of one layer; its own length may be that before an earlier call.
+    """The state of one layer; its length may be out of date (that of an earlier call).
 
-    `owned`: nobody else has the state's tensors, so a call may write into them; a copy per token would cost more than the step that
-    needs it.
+    `owned`: The state's tensors have no other users, so a call may write into them. Copying them for every token would cost more than a
+    decode step.
     """
 
     of: Callable[..., State]

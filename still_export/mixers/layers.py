@@ -25,10 +25,10 @@ class Deployment:
     """Choices for running a model that training does not fix; every mixer reads them.
 
     Args:
-        capacity_tokens: T_max, tokens that the states are meant to hold; None = the family's max_position_embeddings.
-        overflow: What happens beyond: "error", or how the salient cache folds.
-        cache: Type that keys and values are kept in, where it has fewer bits than the activations: "float16", "int8" or None.
-        whole_prompts: Each prompt is one call, and layers whose rule depends on the prompt's length go by it; else by each token's place.
+        capacity_tokens: T_max, number of tokens that states have room for; None: the family's max_position_embeddings.
+        overflow: Behaviour beyond the capacity: "error", or how the salient cache folds.
+        cache: Type of cached keys and values, if it has fewer bits than the activations: "float16", "int8" or None.
+        whole_prompts: Each prompt is one call, so layers can depend on its length; else they depend on each token's position.
     """
 
     capacity_tokens: int | None = None
@@ -44,7 +44,7 @@ class Deployment:
 
     @property
     def bounded(self) -> bool:
-        """Whether tokens beyond the capacity are refused; otherwise the salient cache folds."""
+        """Whether tokens beyond the capacity are errors; otherwise the salient cache folds."""
         return self.overflow == "error"
 
     def capacity(self, family: Any) -> int:
@@ -54,10 +54,10 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Linearizer:
-    """The layer that softmax layers become in a linearization.
+    """The type of layer that replaces softmax in a linearization.
 
     Args:
-        name: The recipe's mixer.
+        name: Name of the mixer in a recipe.
         layer: Name of such a layer in `layer_types`.
         trained: It has parameters of its own, which stage 1 trains.
         options: Of the options of STILL, those that it has too.
@@ -87,13 +87,13 @@ class Found(Protocol):
 
 @dataclass(frozen=True)
 class Finder:
-    """Measures a mixer's layers before any training: `linearize --find-NAME` writes NAME.json, which the recipe's option NAME takes.
+    """Measures a mixer's layers before training. `linearize --find-NAME` writes NAME.json for the recipe's option NAME.
 
     Args:
         text: Help of the flag.
-        least_tokens: Of a row, for a recipe. short: What is wrong of a shorter one, up to the length to give.
-        find: What is found of a model, by its trainable layers, a row of token ids [1, T] and the digest of its weights.
-        read: The same of a file, for a model of so many layers; raises ConfigError.
+        least_tokens: Least length of a row for a recipe. short: Message for a shorter one, up to the length to use.
+        find: Measures a model; arguments: its trainable layers, a row of token ids [1, T], the digest of its weights.
+        read: Reads a result file; arguments: path, number of layers. Raises ConfigError.
     """
 
     name: str

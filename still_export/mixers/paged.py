@@ -14,18 +14,18 @@ from still_kernels.packing import PagedStates
 
 
 class Pages(Protocol):
-    """Pages of one size with a layer's states of a request, which gets more pages as it grows."""
+    """Pages of equal size with a request's states of a layer; a growing request gets more pages."""
 
     @property
     def size_bytes(self) -> int:
-        """From one page to the next."""
+        """Distance between pages."""
 
     @property
     def columns(self) -> int:
-        """Most pages of a request."""
+        """Largest number of pages of a request."""
 
     def after(self, tokens: int) -> int:
-        """Pages of a request of `tokens` tokens."""
+        """Number of pages of a request with `tokens` tokens."""
 
     def changing(self, tokens: int) -> Sequence[int]:
         """Columns of a request's pages that later tokens will still write, after `tokens` tokens."""
@@ -41,8 +41,8 @@ class PagedProjection:
     """A linear layer of the hidden states besides query, key and value, for an engine with parallel layers.
 
     size: Channels per query head.
-    bias: It has one.
-    low_rank: Channels between two layers, `<name>.0` without a bias and `<name>.1`; 0: it is one layer.
+    bias: Whether it has a bias.
+    low_rank: Channels between two layers, `<name>.0` (without bias) and `<name>.1`; 0: one layer.
     """
 
     size: int
@@ -59,7 +59,7 @@ class PagedTokens:
     """Packed tokens of a call for one rank of a layer.
 
     heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
-    projected: By the names of the layer's `projections`, [tokens, H * size].
+    projected: Results of the layer's `projections`, by name, [tokens, H * size].
     turn: RoPE of query and key.
     """
 
@@ -70,10 +70,10 @@ class PagedTokens:
 
 
 class PagedLayer(Protocol):
-    """One rank's heads of a layer, over packed tokens of many requests whose states lie in the pages of an engine.
+    """One rank's heads of a layer, over packed tokens of many requests with states in an engine's pages.
 
-    The engine projects tokens to queries, keys and values, and to what `projections` says. `inputs` and `result` go around the states
-    and are compiled with the rest of the model.
+    The engine computes queries, keys, values and `projections`. `inputs` and `result` run before and after the states' update, and are
+    compiled with the rest of the model.
     """
 
     projections: Mapping[str, PagedProjection]
@@ -110,8 +110,8 @@ class PagedLayer(Protocol):
         """The page layout for requests of at most `tokens` tokens.
 
         Args:
-            capacity_tokens: What the model's states are meant to hold.
-            linear: Of the linear state, one of `linear_states`.
+            capacity_tokens: Number of tokens that the model's states have room for.
+            linear: Type of the linear state, one of `linear_states`.
         """
 
     def attend(
@@ -126,10 +126,11 @@ class PagedLayer(Protocol):
 
 
 def heads_of_rank(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
-    """Query heads and key/value heads of each of `ranks`; with more ranks than key/value heads several have the same of these.
+    """Query heads and key/value heads of each of `ranks`; with more ranks than key/value heads, several ranks have the same key/value
+    heads.
 
     Raises:
-        UnsupportedModelError: They cannot be shared so.
+        UnsupportedModelError: The heads cannot be divided so.
     """
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ from still_export.mixers.roles import PROJECTION
 
 
 class Carried:
-    """Values that layers pass to later ones besides hidden states, by index of the source layer. Tracers do not look into it."""
+    """Values passed to later layers besides hidden states, by index of the source layer. Opaque to tracers."""
 
     def __init__(self) -> None:
         self.values: dict[int, Tensor] = {}
@@ -24,7 +24,7 @@ class ProjectedAttention(nn.Module):
     """The projections, and the norms of queries and keys, of a family's attention module.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
+        base: The family's attention module; its submodules are reused, not copied.
     """
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The mixers by their names in `layer_types`, with those of systems; generic rooms name none."""
+"""All mixers by name in `layer_types`, including those of research systems."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Roles of weights, which modules give their parameters and policies refer to."""
+"""Roles of weights: modules declare them, policies use them."""
 
 PROJECTION = "projection"
 """Query, key, value and output of attention."""
 FEED_FORWARD = "feed_forward"
 GATE = "gate"
-"""Controls how much passes: of linear terms, of an output, of a state."""
+"""Gates of linear terms, outputs or states."""
 FEATURE_MAP = "feature_map"
 ROUTER = "router"
 """Chooses experts."""

@@ -1,4 +1,4 @@
-"""Trainable layers: the interface that linearization uses, and what their modules share."""
+"""Trainable layers: the interface for linearization, and shared code of their modules."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ STUDENT, SOFTMAX, TRANSFER = "student", "softmax", "transfer"
 
 
 class Trainable(Protocol):
-    """A layer's module with a choice of what it computes on whole sequences.
+    """A layer's module that can compute different outputs on whole sequences.
 
-    mode: "student"; "softmax", the base model's attention; "transfer": softmax is computed and passed on, the student is compared with it,
-        and the difference is kept in `difference`.
-    save_memory: The student of a transfer is computed again in the backward pass.
-    selection_queries: Positions [b, n] of the first b sequences whose attention says which tokens should be salient; None = `selection`
-        is not computed. A layer that selects nothing never computes it.
-    selection_target: That attention where it was taken beforehand, without gradients, in softmax mode; None = the student's own.
-    difference: Squared error relative to the teacher's mean square, by head or of all together, [H or 1].
+    mode: "student"; "softmax": the base model's attention; "transfer": the output is softmax, and the student's error is stored in
+        `difference`.
+    save_memory: The student of a transfer is recomputed in the backward pass.
+    selection_queries: Positions [b, n] in the first b sequences of the queries that define which tokens should be salient; None:
+        `selection` is not computed. Layers without selection never compute it.
+    selection_target: Attention of these queries, measured before, without gradients, in softmax mode; None: the student's own.
+    difference: Squared error relative to the teacher's mean square, per head or in all, [H or 1].
     selection: Loss of the selection, a scalar.
     """
 
@@ -41,7 +41,7 @@ class Trainable(Protocol):
 
 
 class TrainableModule(ProjectedAttention):
-    """Mixed in before a module of linear attention that replaces softmax; the teacher is the base's projections without LoRA."""
+    """Mixin for a linear attention module that replaces softmax; the teacher uses the base's projections without LoRA."""
 
     mode: str = STUDENT
     save_memory: bool = False
@@ -93,9 +93,9 @@ FUSED = ("RMSNorm", "MLP")
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> None:
-    """On CUDA, compile norms, MLPs and output projections with LoRA in place: eager, they took a third of a step of stage 2.
+    """On CUDA, compile norms, MLPs and output projections with LoRA, in place. Eager, they took a third of a step of stage 2.
 
-    One layer's compiled code is every other's too.
+    All layers share the compiled code.
     """
     if device.type == "cpu":
         return
@@ -115,8 +115,8 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def relative_error(output: Tensor, target: Tensor) -> Tensor:
     """Mean squared error of [B, T, H, D] over the target's mean square, by row and head, as a mean over rows, [H].
 
-    The quotient changes no head's optimum by much: a head has parameters of its own, whose scale AdamW does not see. It makes layers
-    comparable, and taken by rows it is the same for every split of a batch.
+    Dividing by the target's mean square hardly changes a head's optimum, because heads have separate parameters and AdamW is invariant to
+    their loss's scale. It makes layers comparable. As a mean over rows the result does not depend on the split of a batch.
     """
     output, target = output.float(), target.float()
     error = (output - target).square().mean(dim=(1, 3))

@@ -1,8 +1,8 @@
-"""Heads that guess tokens ahead (MTP) of published checkpoints, as small models of their families.
+"""Multi-token prediction (MTP) heads of published checkpoints, as small models of their families.
 
-Such a head reads the model's last hidden state, behind its norm, beside the embedding of the token that came next: both are normed, and one
-linear layer takes them together. Layers of the family's own with a cache of theirs, a norm and the model's own head say what follows that
-token; what is behind the norm stands where the model's hidden state did when the head goes on with its own guess.
+A head normalizes two vectors: the model's last hidden state (after its norm) and the embedding of the next token. A linear layer combines
+them. Layers of the family, with a cache of their own, a norm and the model's output head predict the token after that one. For further
+guesses the head's own normalized output replaces the model's hidden state.
 
 Source: how vLLM reads them (model_executor/models/qwen3_5_mtp.py, qwen3_next_mtp.py, nemotron_h_mtp.py, bailing_moe_mtp.py) and
 transformers (modeling_layers.py, MtpModel).
@@ -61,8 +61,8 @@ class AheadMixin:
     def decode(self, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **kwargs: Any) -> Any:
         """Like StillModelMixin. `hidden` [B, T, channels]: for each token, the model's hidden vector of the one before."""
         tokens = self.embedding_norm(self.model.embed_tokens(input_ids))
-        given = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
-        return super().decode(positions, cache, inputs_embeds=given, **kwargs)  # type: ignore[misc]
+        embeds = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
+        return super().decode(positions, cache, inputs_embeds=embeds, **kwargs)  # type: ignore[misc]
 
 
 @cache
@@ -73,7 +73,7 @@ def ahead_family(family: Family) -> Family:
 
 
 def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """config.json of the head alone; None: the model has none, or one that is not covered."""
+    """config.json of the head alone; None: no head, or one that is not covered."""
     kind = config.model_type.removeprefix("still_")
     layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
@@ -87,8 +87,8 @@ def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | Non
         if "linear_attention" in types:  # its state would depend on the model's states
             return None
         dropped = ("hybrid_override_pattern", "mtp_hybrid_override_pattern", "layers_block_type")
-        kept = {name: value for name, value in values.items() if name not in dropped}
-        return {**kept, "layer_types": types, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
+        remaining = {name: value for name, value in values.items() if name not in dropped}
+        return {**remaining, "layer_types": types, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
     return None
 
 

@@ -23,7 +23,7 @@ from still_export.models.families.support import check_attention, check_family_c
 
 
 class StillConfigMixin:
-    """A family configuration with `still_config`, a plain dict that config.json holds; `still` is its typed form."""
+    """A family configuration with `still_config`, a plain dict in config.json; `still` is its typed form."""
 
     still_config: dict[str, Any] | None
     stored: ClassVar[type[LayersConfig]] = StillConfig
@@ -108,17 +108,17 @@ class StillModelMixin:
 
         Args:
             attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
-            position_ids: Only the positions that follow from the cache (each sequence continues at its own length) are taken.
+            position_ids: Must be those that follow from the cache: each sequence continues at its own length.
             past_key_values: A StillCache; None with use_cache starts one. transformers 5.24 calls it `cache`.
             logits_to_keep: n keeps the last n tokens *of each sequence*, so that `logits[:, -1]` continues right-padded sequences too.
 
         Raises:
             PaddingError: The mask has padding between tokens, or contradicts the cache.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None or (input_ids is not None and inputs_embeds is not None):
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError("pass exactly one of input_ids and inputs_embeds.")
-        batch, tokens = given.shape[:2]
+        batch, tokens = inputs.shape[:2]
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, StillCache):
             raise UnsupportedError(
@@ -128,7 +128,7 @@ class StillModelMixin:
         if cache is None and caching:
             cache = StillCache.empty(self.config)
         progress = Progress() if cache is None else cache.progress
-        length = progress.start(batch, given.device)
+        length = progress.start(batch, inputs.device)
         if attention_mask is None:
             new_tokens, columns = progress.every(tokens), None
         else:
@@ -139,9 +139,9 @@ class StillModelMixin:
             )
         positions = length[:, None]
         if tokens != 1:
-            positions = positions + torch.arange(tokens, device=given.device)
+            positions = positions + torch.arange(tokens, device=inputs.device)
         if position_ids is not None:
-            real = torch.arange(tokens, device=given.device) < new_tokens[:, None]
+            real = torch.arange(tokens, device=inputs.device) < new_tokens[:, None]
             if not bool(((position_ids == positions) | ~real).all()):
                 raise PaddingError(
                     "position_ids differ from the sequences' own positions; leave them out: each sequence continues at its length."
@@ -151,10 +151,10 @@ class StillModelMixin:
         progress.advance()
         hidden, states = outputs.last_hidden_state, outputs.hidden_states
         if columns is not None:
-            given_columns = columns.argsort(1)
-            states = None if states is None else tuple(_columns(state, given_columns) for state in states)
+            inverse = columns.argsort(1)
+            states = None if states is None else tuple(_columns(state, inverse) for state in states)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep == 0:
-                hidden = _columns(hidden, given_columns)
+                hidden = _columns(hidden, inverse)
         if (
             tokens != 1 or isinstance(logits_to_keep, Tensor) or logits_to_keep > 1
         ):  # else the only token is the last one
@@ -194,7 +194,7 @@ class StillModelMixin:
 
         Raises:
             CapacityError: A static cache has no room for so many tokens.
-            UnsupportedError: The model wants tokens of its own between.
+            UnsupportedError: The model needs special tokens inserted between those of the prompt.
         """
         if inserted := getattr(self.config, "feeding", {}).get("inserted"):
             raise UnsupportedError(
@@ -283,11 +283,11 @@ def _without_left_padding_advice() -> Iterator[None]:
 
 
 def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tokens that each sequence brings, int64 [B], and where padding lies on the left of some, which column goes to which, [B, T].
+    """Returns (number of new tokens of each sequence, int64 [B]; columns [B, T] that put tokens before padding, None: they are so already).
 
     Args:
-        mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
-        length: Tokens that the cache has seen, [B].
+        mask: [B, S] with S >= T: the last T columns are this call's, earlier ones are those of the cache.
+        length: Number of tokens in the cache, [B].
 
     Raises:
         PaddingError: Padding lies between tokens, or the mask's past contradicts `length`.

@@ -67,12 +67,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
 
     Raises:
         UnsupportedModelError: The attention is a variant that is not covered.
-        ConfigError: The values are none of a `family` model, or contradict `still`.
+        ConfigError: The values are not valid for `family`, or contradict `still`.
     """
-    kept = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
-    kept["still_config"] = still.to_dict()
+    own = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
+    own["still_config"] = still.to_dict()
     try:
-        config = family.still_config.from_dict(kept)  # type: ignore[attr-defined]
+        config = family.still_config.from_dict(own)  # type: ignore[attr-defined]
     except (UnsupportedModelError, ConfigError):
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
@@ -97,12 +97,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
 
 
 def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool = False) -> dict[str, Weight]:
-    """Each parameter of a model by name, a tied one once: what `weights` holds, and what an untrained layer starts with.
+    """All parameters of a model by name, tied ones once: those in `weights`, and initial values of untrained layers.
 
     Args:
         family, config: The model's class and STILL configuration.
         weights: Parameters by name; `lm_head.weight` may be missing where embeddings are tied.
-        fresh: What a base model does not have (gates, feature maps) may be missing too: they start untrained.
+        fresh: Parameters that a base model lacks (gates, feature maps) may be missing; they start untrained.
 
     Raises:
         CheckpointError: Names or shapes do not match the model.
@@ -116,8 +116,8 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
             "The configuration and the weights belong to different models. Fetch the model again."
         )
-    theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
-    if "lm_head.weight" in weights and not theirs._tied_weights_keys:
+    hf_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
+    if "lm_head.weight" in weights and not hf_class._tied_weights_keys:
         config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
     model = _without_values(family, config).to(dtype)
     expected = dict(model.named_parameters())

@@ -17,11 +17,11 @@ from still_export.models.read.weights import Weight
 
 @dataclass
 class Checkpoint:
-    """What the files hold, before it becomes a model. Its kind puts the tensors under the model's names.
+    """The content of the files, before it becomes a model. Its kind renames the tensors.
 
-    source, overlays: As the user named them. still: What an adapter was trained with, in the file `configured`. added: Files of the
-    overlays' tensors. own_embedding: PEFT's adapter with a trained embedding and no head. sight: config.json of a model that sees images.
-    others: Tensors that are no part of the model, by what they are for.
+    source, overlays: Names from the user. still: Configuration of an adapter's training, from the file `configured`. added: Files of the
+    overlays' tensors. own_embedding: A PEFT adapter with a trained embedding and no head. sight: config.json of a model with a vision
+    encoder. others: Unused tensors, by purpose.
     """
 
     source: str
@@ -69,10 +69,10 @@ class UserChoice:
 class Kind:
     """A kind of checkpoint.
 
-    recognises: Asked of those that no kind before it in KINDS recognises.
-    configure: Puts the tensors under the model's names and gives the configuration of the layers.
-    linearized: It has feature maps of its own.
-    fresh: STILL attention that it has no tensors of starts untrained.
+    recognises: Whether a checkpoint is of this kind; called in the order of KINDS.
+    configure: Renames the tensors and returns the configuration of the layers.
+    linearized: It has feature maps.
+    fresh: STILL attention without tensors starts untrained.
     """
 
     name: str

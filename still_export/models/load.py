@@ -49,7 +49,7 @@ class Source:
         weights: Each parameter by name; a tied one once, under the embedding's name.
         others: Number of unused tensors, by purpose (vision, MTP head).
         ahead: Opens the MTP head (None: none is covered); raises CheckpointError if it is damaged.
-        vision: The image encoder, if it was asked for.
+        vision: The image encoder, if requested.
     """
 
     family: Family
@@ -62,8 +62,8 @@ class Source:
 
     def left_out(self, ahead: bool = True) -> str:
         """Unused tensors in words, "": none; `ahead`: count the MTP head."""
-        kept = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
-        return " and ".join(f"{count} tensors of {what}" for what, count in kept)
+        unused = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
+        return " and ".join(f"{count} tensors of {what}" for what, count in unused)
 
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
@@ -95,23 +95,23 @@ def open_source(
     revision: str | None = None,
     vision: bool = False,
 ) -> Any:
-    """A STILL model whose weights are read, and checked, when they are asked for.
+    """A STILL model whose weights are read and checked lazily.
 
     Args:
         source: Model folder, hub id ("org/name") or .gguf file. A STILL model, a checkpoint of the released STILL code, or, with
             `attach_untrained`, an adapter that `linearize` wrote, or a LoLCATs overlay, a plain softmax model.
         attach_untrained: Give a plain softmax model untrained STILL attention (identity maps, open gates).
-        still_config: Its configuration; for released and LoLCATs checkpoints what their files do not say. Not for STILL folders and
-            adapters, which carry their own.
-        deployment: Fields of the configuration that no training fixes, of any model: `capacity_tokens`, `overflow`.
+        still_config: Configuration of untrained attention; for released and LoLCATs checkpoints, values missing in their files. Not for
+            STILL folders and adapters, which have their own.
+        deployment: Fields that training does not fix, for any model: `capacity_tokens`, `overflow`.
         overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
-        vision: With the encoder of images; the model takes its embeddings.
+        vision: Also read the image encoder.
 
     Raises:
         ModelNotFoundError: `source` is no model.
-        CheckpointError: Files are damaged, incomplete or pickled; or hold NaN, which shows when a weight is read.
+        CheckpointError: Files are damaged, incomplete or pickled; or, when a weight is read, it has NaN.
         NotLinearizedError: A plain softmax model without `attach_untrained`.
         UnsupportedModelError: The family or a variant of its attention is not covered.
         ConfigError: Configurations contradict each other.

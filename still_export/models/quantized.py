@@ -1,6 +1,6 @@
 """Quantized checkpoints of others: GPTQ, AWQ, compressed-tensors, FP8, NVFP4 and bitsandbytes' NF4, their codes and scales as they are.
 
-What lies beside a weight in the file tells its form:
+A weight's tensors show its format:
 
 | maker | tensors of a linear layer [N outputs, K inputs] |
 |---|---|
@@ -142,7 +142,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
 
 
 def _further_processing(config: Mapping[str, Any]) -> str | None:
-    """Something besides rounding that was done to weights, or declared of their format, and may not show in tensors; None: nothing."""
+    """A processing step besides rounding that config.json declares and tensors may not show; None: none."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         return f"are sparse ({sparse}, in sparsity_config), where dense ones are read"
@@ -323,7 +323,7 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
     high, wide = _block(scale, outputs, inputs, config)
 
     def spread(values: Tensor) -> Tensor:
-        """Of each output, [N, G]."""
+        """Repeat blocks' values for each output, [N, G]."""
         return values.reshape(-(-outputs // high), -1).repeat_interleave(high, 0)[:outputs]
 
     if weight.dtype == torch.int8:
@@ -342,8 +342,8 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
         codes = weight.contiguous().view(torch.uint8).reshape(outputs, -1, wide).numpy()
         return Float8Weight(codes, spread(_numbers(scale)).numpy(), None, 8)
 
-    held = SourceBlocks(8, False, False, blocks, wide, float8=True)
-    return Deferred(torch.Size((outputs, inputs)), torch.float32, values, held, 8)
+    source = SourceBlocks(8, False, False, blocks, wide, float8=True)
+    return Deferred(torch.Size((outputs, inputs)), torch.float32, values, source, 8)
 
 
 def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -447,7 +447,7 @@ READERS: dict[str, Callable[[Parts, Mapping[str, Any]], Deferred | None]] = {
     "weight_packed": _packed,
     "weight": _stored,
 }
-"""By the tensor that every low-bit weight of the format has."""
+"""Readers by the tensor that every low-bit weight of the format has."""
 PARTS = {
     *("weight", "bias", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale"),

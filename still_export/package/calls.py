@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from still_graphs.states import GIVEN
+from still_graphs.states import IMAGE_INPUTS
 
 Arrays = dict[str, np.ndarray]
 
@@ -21,7 +21,7 @@ def next_feed(outputs: Arrays, tokens: np.ndarray, new_tokens: np.ndarray | None
 
 def image_inputs(feed: Arrays) -> Arrays:
     """The image inputs of a feed."""
-    return {name: feed[name] for name in GIVEN if name in feed}
+    return {name: feed[name] for name in IMAGE_INPUTS if name in feed}
 
 
 def typed_states(arrays: Arrays, manifest: dict[str, Any]) -> Arrays:

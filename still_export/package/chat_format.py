@@ -81,16 +81,16 @@ class ChatFormat:
             raise RunError("there are no messages. Give at least one.")
         if named := sorted(OWN & set(arguments or {})):
             raise RunError(f"{', '.join(named)} is no argument of a chat template: it is given apart.")
-        said = [self._message(message, number) for number, message in enumerate(messages, 1)]
-        return self._rendered(said, tools, arguments or {}, reply)
+        prepared = [self._message(message, number) for number, message in enumerate(messages, 1)]
+        return self._rendered(prepared, tools, arguments or {}, reply)
 
     def render_open(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a chat up to the end of its last message's content, to be continued. Options: see `render`."""
-        said = [dict(message) for message in messages]
-        if said:
+        continued = [dict(message) for message in messages]
+        if continued:
             # If the template strips text, white space after the mark is lost, and so is that before it.
-            said[-1]["content"] = _joined(said[-1].get("content"), MARK + " ", -1)
-        text = self.render(said, **options, reply=False)
+            continued[-1]["content"] = _joined(continued[-1].get("content"), MARK + " ", -1)
+        text = self.render(continued, **options, reply=False)
         before, _, after = self._cut(text, last=True)
         return before if after.startswith(" ") else before.rstrip()
 
@@ -98,27 +98,27 @@ class ChatFormat:
         """The end of a chat's text, after a text that was read before.
 
         Args:
-            messages: Those that follow.
-            place: The text before ended inside a "user" message, which the first one here goes on with, or with an "answer".
-            goes_on: The last message does; see `render_open`.
+            messages: The later ones.
+            place: Where the earlier text ended: inside a "user" message, which the first message continues, or after an "answer".
+            goes_on: The last message is to be continued; see `render_open`.
             options: See `render`.
         """
-        said = [dict(message) for message in messages]
+        later = [dict(message) for message in messages]
         if place == "answer":
-            said[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        elif said and said[0].get("role") == "user":
-            said[0]["content"] = _joined(said[0].get("content"), MARK, 0)
+            later[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        elif later and later[0].get("role") == "user":
+            later[0]["content"] = _joined(later[0].get("content"), MARK, 0)
         else:
             raise RunError("a message of the user was begun before; the first one here must go on with it.")
         render = self.render_open if goes_on else self.render
-        return self._cut(render(said, **options))[2]
+        return self._cut(render(later, **options))[2]
 
     def opening(self, system: str | None = None, **options: Any) -> str:
         """The text before a user's first message."""
-        said = [{"role": "user", "content": MARK}]
+        chat = [{"role": "user", "content": MARK}]
         if system is not None:
-            said.insert(0, {"role": "system", "content": system})
-        return self._cut(self.render(said, **options))[0]
+            chat.insert(0, {"role": "system", "content": system})
+        return self._cut(self.render(chat, **options))[0]
 
     def start(self) -> str:
         """The part of an answer that the prompt contains already: the first mark of its reasoning and what follows it; "": nothing."""
@@ -138,14 +138,14 @@ class ChatFormat:
     def _message(self, message: Message, number: int) -> dict[str, Any]:
         if not isinstance(message.get("role"), str):
             raise RunError(f"message {number} has no role. Give one, such as user.")
-        said = dict(message)
+        prepared = dict(message)
         if message.get("content") is None and message["role"] != "assistant":
             raise RunError(f"message {number} ({message['role']}) has no content. Give a text.")
-        said["content"] = self._content(message.get("content"), number)
+        prepared["content"] = self._content(message.get("content"), number)
         if isinstance(calls := message.get("tool_calls"), Sequence) and calls:
-            said["tool_calls"] = [_call(call) for call in calls]
-        thought = next((said[name] for name in REASONING if said.get(name) is not None), None)
-        return said if thought is None else {REASONING[1]: thought, **said, REASONING[0]: thought}
+            prepared["tool_calls"] = [_call(call) for call in calls]
+        thought = next((prepared[name] for name in REASONING if prepared.get(name) is not None), None)
+        return prepared if thought is None else {REASONING[1]: thought, **prepared, REASONING[0]: thought}
 
     def _content(self, content: Any, number: int) -> Any:
         """`content` in a form that the template accepts."""
@@ -194,18 +194,18 @@ def _call(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        given = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": given}} if isinstance(given, dict) else call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def chat_format(tokenizer: Any) -> ChatFormat | None:
     """The chat templates of a tokenizer of transformers; None where it has none."""
-    given = getattr(tokenizer, "chat_template", None)
-    if not given:
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         return None
-    templates = dict(given) if isinstance(given, Mapping) else {"default": str(given)}
+    templates = dict(template) if isinstance(template, Mapping) else {"default": str(template)}
     return ChatFormat(templates, dict(tokenizer.special_tokens_map))
 
 

@@ -114,10 +114,10 @@ def _refusal(source: str, field: str, what: str) -> CheckError:
 def _other_format(source: str, manifest: dict[str, Any]) -> str:
     """The error text for another format version, with the command that exports the model again."""
     version, command = manifest["format_version"], manifest.get("command")
-    said = f"{source} has format version {version}; this still-export reads {FORMAT_VERSION}."
+    fault = f"{source} has format version {version}; this still-export reads {FORMAT_VERSION}."
     if version > FORMAT_VERSION:
-        return f"{said} Update still-export."
-    return f"{said} Export the model again{f': {command}' if isinstance(command, str) and command else '.'}"
+        return f"{fault} Update still-export."
+    return f"{fault} Export the model again{f': {command}' if isinstance(command, str) and command else '.'}"
 
 
 def _check_plain(value: Any, depth: int) -> None:

@@ -49,8 +49,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of the package's file `name`.
 
     Raises:
-        CheckError: It leads out of the folder, by its name or by a symbolic link; not by those of Hugging Face's cache, whose snapshots
-            link to the blobs of the same repository.
+        CheckError: Its name or a symbolic link leads out of the folder. Links of Hugging Face's cache, from snapshots to blobs of the same
+            repository, are allowed.
     """
     check_name(name, str(folder))
     path = folder
@@ -122,8 +122,8 @@ def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
     )
 
 
-class Held:
-    """Keeps files open that a runtime has mapped: a replaced file changes nothing, and a written one is detected."""
+class OpenFiles:
+    """Open files that a runtime has mapped: replacing one has no effect, and writing to one is detected."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._files = [path.open("rb", buffering=0) for path in paths]

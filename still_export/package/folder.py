@@ -76,7 +76,7 @@ def is_unlisted(name: str) -> bool:
 def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[str, Any]] | None = None) -> None:
     """Write manifest.json with `content`, the format version, tool versions, and size and hash of every file in `folder`.
 
-    `known` holds the entries of files that did not change: they are kept, so that damage since does not pass for the original.
+    `known`: entries of unchanged files. They are not computed again, so later damage is still detected.
     """
     entries = known or {}
     files = {

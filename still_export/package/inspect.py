@@ -92,10 +92,10 @@ def state_sizes(manifest: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def summary(package: Package, machine: str) -> dict[str, str]:
-    """What a user asks first about a package: what it is, its size, capacity and speed; one sentence each.
+    """The main facts about a package, one sentence each: model, size, capacity and speed.
 
     Args:
-        machine: This machine, as `bench` names it in bench.json.
+        machine: This machine's name, as in bench.json.
     """
     manifest = package.manifest
     model, capacity = manifest["model"], manifest["capacity"]
@@ -120,12 +120,12 @@ def summary(package: Package, machine: str) -> dict[str, str]:
 def _speed(folder: Path, machine: str) -> str:
     """Results of the last `bench` in its default folder."""
     try:
-        said = json.loads((folder / "bench/bench.json").read_text(encoding="utf-8"))
-        rows = [f"{row['decode_ms']:,.1f} ms a token after {row['length']:,}" for row in said["rows"]]
-        where = "here" if said["machine"] == machine else f"on {said['machine']}"
+        bench = json.loads((folder / "bench/bench.json").read_text(encoding="utf-8"))
+        rows = [f"{row['decode_ms']:,.1f} ms a token after {row['length']:,}" for row in bench["rows"]]
+        where = "here" if bench["machine"] == machine else f"on {bench['machine']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"not measured: still-export bench {shlex.quote(str(folder))}"
-    return f"{where} {', '.join(rows)} ({said['runtime']}, {said['provider']})"
+    return f"{where} {', '.join(rows)} ({bench['runtime']}, {bench['provider']})"
 
 
 def inspect(package: Package) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Capacity(Record):
 class Growth(Record):
     """How many rows a state has after how many tokens: rows * max(0, ceil(tokens / per) - lag).
 
-    counted: The state of the same layer that counts the `per` tokens whose rows are held, the newest ones apart; the rule is the most.
+    counted: The state of the same layer that counts the stored groups of `per` tokens, without the newest; the rule is an upper bound.
     """
 
     model_config = ConfigDict(extra="forbid")

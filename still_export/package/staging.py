@@ -1,7 +1,7 @@
 """Folders that are written completely or not at all, by one process at a time, even if the process is killed.
 
-A folder is written beside its place as `.NAME.TOKEN.staged` and then takes that place in one step. A process that is killed leaves it
-behind; the next one that writes into the same parent removes it, unless its maker still lives: that one holds a lock on a file in it.
+A folder is written next to its final place as `.NAME.TOKEN.staged` and then renamed in one step. A killed process leaves it; the next
+process that writes into the same parent removes it, unless its writer is alive and has a file in it locked.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def staged_folder(
     kind: str = "folder",
     keep: Callable[[], Iterable[str]] = tuple,
 ) -> Iterator[Path]:
-    """A new folder that takes the place of `target` when the block ends, and vanishes if it fails.
+    """A new folder that replaces `target` when the block ends, and is deleted if the block fails.
 
-    Files and folders in it get the modes that the umask gives.
+    Files and folders in it get the modes of the umask.
 
     Args:
-        replaceable: Whether a folder with content is one that `force` may delete.
-        kind: What such folders are, for messages.
-        keep: Gives the entries of the folder that was there which move into the new one, unless that has them.
+        replaceable: Whether `force` may delete an existing folder with content.
+        kind: Kind of such folders, for messages.
+        keep: Returns entries of the replaced folder that move into the new one, unless it has them.
 
     Raises:
         PackageError: `target` exists without `force`, or is not replaceable; another process is writing it; the disk is full, or the
@@ -80,7 +80,7 @@ def staged_files(folder: Path) -> Iterator[Path]:
     """A new folder whose files replace those of the same names in `folder` when the block ends.
 
     Raises:
-        PackageError: As `staged_folder`.
+        PackageError: See `staged_folder`.
     """
     folder = Path(os.path.abspath(folder))
     with _explained(folder), _staging(folder / "files", alone=False) as staging:
@@ -92,7 +92,7 @@ def staged_files(folder: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed processes left in `parent`, and restore what one had moved aside. The caller holds the parent's lock."""
+    """Remove folders that killed processes left in `parent`, and restore a folder that one had moved. The caller has the parent's lock."""
     if fcntl is None:
         return
     for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")):
@@ -128,13 +128,13 @@ def _staging(target: Path, alone: bool = True) -> Iterator[Path]:
                 f"another process is writing {target} (into {others[0].name}). Wait until it is done, or choose another folder."
             )
         staging.mkdir()
-        held = _hold(staging)
+        lock = _hold(staging)
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def _name(path: Path) -> str:
@@ -225,7 +225,7 @@ def _lives(staging: Path) -> bool | None:
 def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
     """Move `staging` to `target` in one step. The old folder is then at `staging` or deleted, except entries in `keep`."""
     if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
-        _bring(staging, target, keep)
+        _move_missing(staging, target, keep)
         return
     if not target.exists():
         staging.rename(target)
@@ -238,11 +238,11 @@ def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
     except BaseException:
         aside.rename(target)
         raise
-    _bring(aside, target, keep)
+    _move_missing(aside, target, keep)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _bring(old: Path, new: Path, names: Iterable[str]) -> None:
+def _move_missing(old: Path, new: Path, names: Iterable[str]) -> None:
     for name in names:
         if (old / name).exists() and not (new / name).exists():
             (old / name).rename(new / name)

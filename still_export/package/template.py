@@ -37,12 +37,12 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     found = _PROCESS.ask({"template": template, "variables": variables})
     if "text" in found:
         return str(found["text"])
-    said = {
+    reasons = {
         "refusal": "the model's chat template refuses these messages",
         "failure": "the model's chat template fails on these messages",
         "syntax": "the model's chat template is not one that Jinja can read",
     }
-    beginning = said.get(found["kind"], "the model's chat template was given up")
+    beginning = reasons.get(found["kind"], "the model's chat template was given up")
     raise TemplateRefusal(f"{beginning}: {found['error'].rstrip('.')}.")
 
 

@@ -37,7 +37,7 @@ class ChainCall:
         every: Logits of every token, also if the package computes only the last ones.
         inputs: Hidden states [B, T, C] that layers 1, 2, ... and the final norm read instead of the previous layer's output. That output
             is then kept.
-        images: Image inputs for the tokens, by name (`still_graphs.states.GIVEN`).
+        images: Image inputs for the tokens, by name (`still_graphs.states.IMAGE_INPUTS`).
     """
 
     tokens: np.ndarray

@@ -54,7 +54,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> N
         ("config.quantize", config.get("quantize") is not None, manifest.get("quantization") is not None),
     ]
     if source.vision is not None and manifest.get("vision") is not None:
-        pairs += [("vision", manifest["vision"], source.vision.said)]
+        pairs += [("vision", manifest["vision"], source.vision.settings)]
     pairs += [("the names of states", sorted(states), sorted(state["name"] for state in right["states"]))]
     pairs += [
         (f"{name} of the state {state['name']}", states.get(state["name"], {}).get(name), state[name])

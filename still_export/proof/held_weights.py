@@ -19,7 +19,7 @@ from torch import Tensor
 
 from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, ROWS
 from still_export.graph.quantization.policy import DEFAULT_METHOD
-from still_export.graph.quantization.read import held_rows
+from still_export.graph.quantization.read import row_readers
 from still_export.models.ahead import weight_name
 from still_export.models.read.weights import TOGETHER, Deferred, Weight, Weights, is_coded, value_of
 from still_export.package.files import HEAD, MODEL, VISION
@@ -156,7 +156,7 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) ->
     if quantization is None:
         return found
     sizes = {name: int(weight.shape[0]) for name, weight in weights.items() if weight.shape}
-    for name, rows in held_rows(path, quantization["block_size"], sizes).items():
+    for name, rows in row_readers(path, quantization["block_size"], sizes).items():
         if name in weights:
             found[name] = _coded(name, rows, parts, weights[name], sizes)
     return found

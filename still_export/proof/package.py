@@ -437,7 +437,12 @@ def _torch_cases(
     import torch
 
     from still_export.graph.quantization.policy import rounds_activations
-    from still_export.graph.quantization.read import held_names, held_source, round_activations, with_held_head
+    from still_export.graph.quantization.read import (
+        package_source,
+        quantized_names,
+        round_activations,
+        with_package_head,
+    )
     from still_export.proof.ahead import HeadCases
     from still_export.proof.codes import has_narrow_caches
     from still_export.proof.layerwise import LayerwiseModel
@@ -450,16 +455,16 @@ def _torch_cases(
         dtype = "float16"
     manifest = package.manifest
     with _found(package):
-        wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
+        wide = package_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # a configuration has the model's type
             own = replace(wide, config=deepcopy(wide.config))
         else:
             rounded_by = getattr(torch, dtype) if by_cuda else None
-            own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device, rounded_by)
+            own = package_source(_options(package, model, dtype), package.path, manifest, pairs, device, rounded_by)
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
-        round_activations(model, held_names(package.path), quantization["block_size"], quantization["scheme"])
+        round_activations(model, quantized_names(package.path), quantization["block_size"], quantization["scheme"])
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
@@ -470,9 +475,9 @@ def _torch_cases(
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:
-            model = with_held_head(source, package.path, manifest).read().to(kind)
+            model = with_package_head(source, package.path, manifest).read().to(kind)
             if rounds:
-                names = held_names(package.path, HEAD)
+                names = quantized_names(package.path, HEAD)
                 round_activations(model, names, manifest["quantization"]["block_size"], head=True)
             return model
 

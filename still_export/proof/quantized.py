@@ -15,7 +15,7 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
-from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
+from still_export.graph.quantization.read import quantized_names, round_activations, with_package_weights
 from still_export.models.load import Source, load_tokenizer
 from still_export.models.read.source import find_source
 from still_export.proof.chains import Chain, nothing
@@ -68,11 +68,11 @@ def quantization_loss_of(
     """
     tokens, size = _tokens(options, manifest, text)
     source = find_source(options)
-    quantized = with_held_weights(source, folder, manifest, device)
+    quantized = with_package_weights(source, folder, manifest, device)
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
-        round_activations(model, held_names(folder), quantization["block_size"], quantization["scheme"])
+        round_activations(model, quantized_names(folder), quantization["block_size"], quantization["scheme"])
 
     original, weights = (_log_probabilities(each, tokens, device) for each in (source, quantized))
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]

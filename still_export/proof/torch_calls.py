@@ -62,7 +62,7 @@ def torch_calls(source: Source) -> TorchCalls:
         ids, count = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         hidden = torch.zeros(1, TOKENS, config.hidden_size, dtype=model.dtype)
         inputs = {"hidden": hidden} if isinstance(model, AheadMixin) else None
-        forward_with_state(model, ids, count + TOKENS, count, states, given=inputs)
+        forward_with_state(model, ids, count + TOKENS, count, states, extra_inputs=inputs)
     return watch.calls
 
 

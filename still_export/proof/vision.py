@@ -49,8 +49,8 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     vision = find_source(options).vision
     assert vision is not None
     random = np.random.default_rng(seed)
-    grids = [(t, *(n * vision.said["merge"] for n in size)) for t, *size in GRIDS]
-    values = vision.said["patch_values"]
+    grids = [(t, *(n * vision.settings["merge"] for n in size)) for t, *size in GRIDS]
+    values = vision.settings["patch_values"]
     pixels = [random.standard_normal((t, rows * columns, values), np.float32) for t, rows, columns in grids]
     flat = torch.from_numpy(np.concatenate([each.reshape(-1, values) for each in pixels]))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, OpenFiles
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.decoding import Guess
 from still_export.runtime.head import Ahead, Head
@@ -38,7 +38,7 @@ from still_export.runtime.ort_states import States, Values
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN
+from still_graphs.states import AHEAD, IMAGE_INPUTS, LAST_HIDDEN, NEXT_TOKEN
 
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
@@ -110,7 +110,7 @@ class OrtModel(Runner):
             keep_codes(options)
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         mapped = [self.folder / name for name in weights]
-        self._mapped = Held(mapped if self.native is None else [*mapped, self.native])
+        self._mapped = OpenFiles(mapped if self.native is None else [*mapped, self.native])
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -180,12 +180,12 @@ class OrtModel(Runner):
         Raises:
             RunError: The package was exported without --vision, the inputs have other names, or not all sequences are fed.
         """
-        if not self.manifest.get("vision") or not set(inputs) <= set(GIVEN) or len(input_ids) != self.batch:
+        if not self.manifest.get("vision") or not set(inputs) <= set(IMAGE_INPUTS) or len(input_ids) != self.batch:
             raise RunError(
                 f"given {', '.join(inputs) or 'nothing'} for {len(input_ids)} of {self.batch} sequences: packages exported with --vision "
-                f"take {' and '.join(GIVEN)}, of all sequences at once."
+                f"take {' and '.join(IMAGE_INPUTS)}, of all sequences at once."
             )
-        types = dict(zip(GIVEN, (self.manifest["model"]["dtype"], "int64"), strict=True))
+        types = dict(zip(IMAGE_INPUTS, (self.manifest["model"]["dtype"], "int64"), strict=True))
         self.bindings.image_inputs = {
             n: self.values.tensor(np.ascontiguousarray(x, NUMPY_TYPES[types[n]]), types[n]) for n, x in inputs.items()
         }

@@ -23,7 +23,7 @@ from still_export.targets.registry import target_of, targets_of
 
 
 def export(
-    asked: ExportOptions,
+    export_options: ExportOptions,
     output: str | Path,
     *,
     to: str = "onnx",
@@ -46,14 +46,14 @@ def export(
     """
     options = targets_of(to)[0].options() if options is None else options
     target = target_of(to, options)
-    demand(target, asked, options)
+    demand(target, export_options, options)
     target.ready(options, progress)
     dump = None if dump_dir is None else dumper(dump_dir)
     with staged_folder(Path(output), force) as folder:
         hub = folder / PORTABLE_FOLDER
         hub.mkdir()
         write_portable(
-            asked,
+            export_options,
             hub,
             partial(target.layout_for, options=options),
             target.to,
@@ -69,9 +69,9 @@ def export(
 
 @dataclass(frozen=True)
 class Job:
-    """An export of `asked` to the target `to` (a name of `--to`, or a record's) with its `options`."""
+    """An export to the target `to` (a name of `--to`, or a record's) with that target's `options`."""
 
-    asked: ExportOptions
+    export_options: ExportOptions
     to: str
     options: Any
 
@@ -112,18 +112,20 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     if still := {field: chosen_flags.pop(field) for field in names_of(StillChoices) if field in chosen_flags}:
         chosen_flags["still"] = {**recorded.get("config", {}).get("still", {}), **still}
     if manifest is None:
-        asked = ExportOptions(**{"dtype": meant.dtype, **chosen_flags})
+        export_options = ExportOptions(**{"dtype": meant.dtype, **chosen_flags})
     else:
-        asked = replace(ExportOptions.from_manifest(manifest), **chosen_flags)
+        export_options = replace(ExportOptions.from_manifest(manifest), **chosen_flags)
     # The manifest may be read from another working directory.
-    asked = replace(asked, model=_absolute(asked.model), overlays=tuple(map(_absolute, asked.overlays)))
-    asked = replace(asked, calibrate=tuple(map(_absolute, asked.calibrate)))
+    export_options = replace(
+        export_options, model=_absolute(export_options.model), overlays=tuple(map(_absolute, export_options.overlays))
+    )
+    export_options = replace(export_options, calibrate=tuple(map(_absolute, export_options.calibrate)))
     options = meant.options.from_manifest(recorded, **chosen)
     target = target_of(name, options)
     # Check before anything is read, with the layout for the requested type, or the least demanding one.
-    asked.quantization(target.layout_for(asked.dtype, options), target.to)
-    demand(target, asked, options)
-    return Job(asked, name, options)
+    export_options.quantization(target.layout_for(export_options.dtype, options), target.to)
+    demand(target, export_options, options)
+    return Job(export_options, name, options)
 
 
 def _absolute(source: str) -> str:

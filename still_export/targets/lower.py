@@ -50,8 +50,8 @@ def dumper(folder: Path) -> Dump:
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
     """The graph with references to a missing file instead of its weights, which are not read."""
-    held = {value: value.const_value for value in model.graph.initializers.values()}
-    for value, tensor in held.items():
+    tensors = {value: value.const_value for value in model.graph.initializers.values()}
+    for value, tensor in tensors.items():
         if tensor is not None and tensor.nbytes > SMALL_BYTES:
             shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
@@ -60,7 +60,7 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
     try:
         return ir.to_proto(model)
     finally:
-        for value, tensor in held.items():
+        for value, tensor in tensors.items():
             value.const_value = tensor
 
 
@@ -93,10 +93,10 @@ def lower(
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
     target = target_of(to, options)
-    asked = ExportOptions.from_manifest(source.manifest)
+    export_options = ExportOptions.from_manifest(source.manifest)
     if dtype is not None:
         demand_narrow(source.manifest, dtype)
-    demand(target, asked if dtype is None else replace(asked, dtype=dtype), options)
+    demand(target, export_options if dtype is None else replace(export_options, dtype=dtype), options)
     target.ready(options, progress)
     dump = None if dump_dir is None else dumper(dump_dir)
     with staged_folder(Path(output), force) as folder:
@@ -111,20 +111,20 @@ def lower(
     return open_package(Path(output), check_hashes=False)
 
 
-def demand(target: Target, asked: ExportOptions, options: Any) -> None:
-    """Raise ConfigError, before anything is read, if `target` with `options` does not support the export `asked`."""
-    target.demand(asked, options)
-    if asked.dtype != "auto":
-        target.check_dtype(asked.dtype)
-    if asked.speculate and not target.speculates:
+def demand(target: Target, export_options: ExportOptions, options: Any) -> None:
+    """Raise ConfigError, before anything is read, if `target` with `options` does not support `export_options`."""
+    target.demand(export_options, options)
+    if export_options.dtype != "auto":
+        target.check_dtype(export_options.dtype)
+    if export_options.speculate and not target.speculates:
         known = ", ".join(t.name for t in registry.TARGETS if t.speculates)
         raise ConfigError(f"--speculate is for {known}, not for {target.name}. Export without it.")
-    if asked.vision and not target.sees:
+    if export_options.vision and not target.sees:
         known = ", ".join(t.name for t in registry.TARGETS if t.sees)
         raise ConfigError(
             f"--vision is for {known}, not for {target.name}. Export without it for the language model alone."
         )
-    cache = asked.still.get("cache")
+    cache = export_options.still.get("cache")
     if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
         return  # an unknown type is refused later, with the known ones
     if here := [t.name for t in targets_of(target.to) if cache in t.caches]:
@@ -136,10 +136,10 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
 def refuse_flags_of_others(target: Target, set_flags: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags (by field name) of other targets."""
     for name in set_flags:
-        theirs = [t for t in registry.TARGETS if name in t.flags]
-        if theirs and name not in target.flags:
-            known = " and ".join(dict.fromkeys(t.to for t in theirs))
-            raise ConfigError(f"{flag_of(theirs[0].options, name)}: for --to {known}, not for --to {target.to}.")
+        others = [t for t in registry.TARGETS if name in t.flags]
+        if others and name not in target.flags:
+            known = " and ".join(dict.fromkeys(t.to for t in others))
+            raise ConfigError(f"{flag_of(others[0].options, name)}: for --to {known}, not for --to {target.to}.")
 
 
 def lower_into(
@@ -148,14 +148,14 @@ def lower_into(
     target: Target,
     options: Any,
     say: Progress = silent,
-    bring: Callable[[Path, Path], Any] = shutil.copyfile,
+    transfer: Callable[[Path, Path], Any] = shutil.copyfile,
     dump: Dump | None = None,
     command: str = "",
 ) -> None:
     """Lower the portable package `source` into the existing, empty `folder`.
 
     Args:
-        bring: Copies or moves an unchanged file. It must not link: onnx refuses weights with two names.
+        transfer: Copies or moves an unchanged file. It must not link: onnx refuses weights with two names.
         dump: Called with the graph after each pass.
         command: Replaces the export's command in the manifest.
     """
@@ -182,12 +182,12 @@ def lower_into(
         *([native["library"]] if native else []),
     }
     skip |= set() if target.portable else {PORTABLE}
-    brought = [path for path in source.iterdir() if path.is_file() and path.name in files and path.name not in skip]
-    for path in brought:
-        bring(path, folder / path.name)
+    transferred = [path for path in source.iterdir() if path.is_file() and path.name in files and path.name not in skip]
+    for path in transferred:
+        transfer(path, folder / path.name)
     target.finish(lowering, graph)
     say("hashing")
-    write_manifest(folder, content, {p.name: files[p.name] for p in brought if p.name not in lowering.changed})
+    write_manifest(folder, content, {p.name: files[p.name] for p in transferred if p.name not in lowering.changed})
 
 
 def demand_portable(package: Package) -> Package:
@@ -207,8 +207,8 @@ def portable_identity(files: dict[str, Any]) -> str:
 
 def state_identity(content: dict[str, Any]) -> str:
     """Hash of the portable package's weights, layers and states. Packages with equal hashes can continue from each other's states."""
-    told = [content[name] for name in ("portable", "model", "still", "states")]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    identity = [content[name] for name in ("portable", "model", "still", "states")]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:

@@ -76,7 +76,7 @@ class Target:
         portable: Whether other targets can be lowered from the package.
         dtype: Default of --dtype.
         runtime: Name of its runtime here (still_export.loading.runtimes); None: there is none.
-        host: Python module of the program that users run it with, if not `runtime`; verify asks it as well.
+        host: Python module of the program that users run it with, if not `runtime`; verify runs it too.
         built: Whether `still-export build` builds engines into a package (still_export.engines).
         sees: Whether packages may have images.
         speculates: Whether packages may have steps with guessed tokens.

@@ -1,4 +1,4 @@
-"""Retrieval rows in natural forms: facts about people and things in prose, code, tables, JSON or dialogue, asked in text or chat.
+"""Retrieval rows in natural forms: facts about people and things in prose, code, tables, JSON or dialogue, with questions in text or chat.
 
 For training. The task "unseen" of `still_export.evaluate` uses other relations, words and places.
 """
@@ -148,19 +148,19 @@ def as_table(fact: Fact, rng: np.random.Generator) -> str:
 
 
 def as_dialogue(fact: Fact, rng: np.random.Generator) -> str:
-    """A dialogue in which the fact is asked for or stated."""
+    """A dialogue with a question about the fact, or with the fact itself."""
     one, other = pick(PEOPLE, rng), pick(PEOPLE, rng)
-    said, asked = pick(fact.sentences, rng), pick(fact.questions, rng)
+    statement, question = pick(fact.sentences, rng), pick(fact.questions, rng)
     form = pick(
         (
-            "\n\n{one}: {asked}\n{other}: {said}\n{one}: Thank you.\n\n",
-            '\n\n"{said}" said {one}.\n\n',
-            "\n\n{one}: Do not forget: {said}\n{other}: I will not.\n\n",
-            "\n\nFrom: {one}\nTo: {other}\n\nHello {other},\n{said}\nRegards, {one}\n\n",
+            "\n\n{one}: {question}\n{other}: {statement}\n{one}: Thank you.\n\n",
+            '\n\n"{statement}" said {one}.\n\n',
+            "\n\n{one}: Do not forget: {statement}\n{other}: I will not.\n\n",
+            "\n\nFrom: {one}\nTo: {other}\n\nHello {other},\n{statement}\nRegards, {one}\n\n",
         ),
         rng,
     )
-    return form.format(one=one, other=other, said=said, asked=asked)
+    return form.format(one=one, other=other, statement=statement, question=question)
 
 
 WAYS = (as_prose, as_prose, as_code, as_code, as_table, as_dialogue)
@@ -197,8 +197,8 @@ class NaturalWriter:
                 facts = facts[: len(facts) // 2]
 
     def prompt(self, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A text with one fact that is asked for at the end, with its answer. Returns (ids int64 [length], number of the last tokens that
-        are the value).
+        """A text with one fact, and a question about it with its answer at the end. Returns (ids int64 [length], number of the last tokens
+        that are the value).
 
         Args:
             depth: Place of the fact, 0 = beginning, 1 = right before the question.
@@ -216,20 +216,20 @@ class NaturalWriter:
         return row[0].astype(np.int64), int((end[1] == ANSWER).sum())
 
     def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
-        """Facts in a text, each asked for at a later place."""
+        """Facts in a text, each with a question at a later place."""
         pieces = []
         for fact in facts:
-            asked, said = pick(fact.questions, rng), pick(fact.sentences, rng)
+            query, statement = pick(fact.questions, rng), pick(fact.sentences, rng)
             form = pick(
                 (
-                    "\n\n{asked} {said}\n\n",
-                    "\n\nQuestion: {asked}\nAnswer: {v}\n\n",
-                    " Remember: {said}",
-                    "\nQ: {asked}\nA: {v}.\n",
+                    "\n\n{query} {statement}\n\n",
+                    "\n\nQuestion: {query}\nAnswer: {v}\n\n",
+                    " Remember: {statement}",
+                    "\nQ: {query}\nA: {v}.\n",
                 ),
                 rng,
             )
-            question = form.format(asked=asked, said=said, v=f"{OPEN}{fact.value}{CLOSE}")
+            question = form.format(query=query, statement=statement, v=f"{OPEN}{fact.value}{CLOSE}")
             place, later = places(length, rng, near=True)
             pieces.append((place, self._encode(pick(WAYS, rng)(fact, rng), 0)))
             pieces.append((later, self._encode(question, ANSWER)))
@@ -238,23 +238,23 @@ class NaturalWriter:
     def _as_chat(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
         """The user sends a text with a question; further questions follow the first answer."""
         assert self._chat is not None
-        asked = [facts[i] for i in rng.permutation(len(facts))[: int(rng.integers(1, MOST_TURNS + 1))]]
+        queried = [facts[i] for i in rng.permutation(len(facts))[: int(rng.integers(1, MOST_TURNS + 1))]]
         pieces = []
         for fact in facts:
             distance = rng.random() if rng.random() < 0.5 else length ** (rng.random() - 1)
             pieces.append((1 - float(distance), self._encode(pick(WAYS, rng)(fact, rng), 0)))
-        first_question = pick(asked[0].questions, rng)
+        first_question = pick(queried[0].questions, rng)
         before = rng.random() < 0.2  # the question precedes the text
         opening = pick(("", "", "Read this.\n\n", "Text:\n", "```\n", "Here is a document.\n\n"), rng)
         start = self._chat["start"] + (f"{first_question}\n\n" if before else "") + opening
         closing = "\n```" if opening == "```\n" else ""
         end = "" if before else "\n\n" + pick(("", "", "Question: ", "According to the text: "), rng) + first_question
         turns = closing + end
-        for number, fact in enumerate(asked):
+        for number, fact in enumerate(queried):
             answer = pick((*fact.sentences, f"{OPEN}{fact.value}{CLOSE}.", f"{OPEN}{fact.value}{CLOSE}"), rng)
             turns += self._chat["user_to_assistant"] + answer + self._chat["assistant_to_user"]
-            if number + 1 < len(asked):
-                turns += pick(asked[number + 1].questions, rng)
+            if number + 1 < len(queried):
+                turns += pick(queried[number + 1].questions, rng)
         turns = turns.removesuffix(self._chat["assistant_to_user"]) + end_of_turn(self._chat)
         return self._composed(pieces, self._encode(start, 0), self._encode(turns, ANSWER), length, rng)
 

@@ -1,4 +1,4 @@
-"""Retrieval tasks: a fact is hidden in a long filler text and asked for later. For evaluation and training."""
+"""Retrieval tasks: a fact in a long filler text, and a question about it later. For evaluation and training."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TaskWriter:
     def training_row(
         self, task: Task, length: int, rng: np.random.Generator, weighing: Weighing
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A row with several facts, each asked for at a later place. Returns (ids [length], loss weights [length]).
+        """A row with several facts, each with a question at a later place. Returns (ids [length], loss weights [length]).
 
         Values weigh 0 at their first place, where they cannot be predicted. Answers are weighted by `weighing`, other tokens by 1.
         """

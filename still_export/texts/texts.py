@@ -92,8 +92,8 @@ def read_corpus(paths: Sequence[str | Path], tokenizer: Any, vocab_size: int, he
         if cut < len(text):
             validation.append(tokenize(text[cut:], tokenizer, vocab_size))
             size += len(text[cut:].encode())
-    kept = np.concatenate(validation) if validation else np.zeros(0, np.int32)
-    return Corpus(np.concatenate(train), kept, size / max(len(kept), 1))
+    validation_ids = np.concatenate(validation) if validation else np.zeros(0, np.int32)
+    return Corpus(np.concatenate(train), validation_ids, size / max(len(validation_ids), 1))
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_conditions_are_asked_of_the_whole_and_of_its_parts() -> None:
 
 def test_the_same_object_is_the_same_value_and_two_are_two_nodes() -> None:
     nodes = ["a = Neg (x)", "b = Neg (x)", "c = Neg (z)", "same = Add (a, b)", "other = Add (a, c)", "one = Add (a, a)"]
-    terms = Op("Neg", X, kept=True), Op("Neg", X, kept=True)
+    terms = Op("Neg", X, shared=True), Op("Neg", X, shared=True)
     apart = Op("Neg", X), Op("Neg", X)
     for pair, found in ((terms, {"same", "one"}), (apart, {"same"})):
         seen: set[Any] = set()

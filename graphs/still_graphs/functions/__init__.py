@@ -29,7 +29,7 @@ def function_body(
     opset: int = 23,
     *,
     dims: Mapping[str, int],
-    kept: int = 0,
+    narrow_dtype: int = 0,
     onnxruntime: bool = False,
 ) -> onnx.FunctionProto:
     """The function of one still:: node.
@@ -38,7 +38,7 @@ def function_body(
         node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
         opset: Opset of ai.onnx in the body.
-        kept: Element type of `narrow` inputs and states; 0: the activations' type.
+        narrow_dtype: Element type of `narrow` inputs and states; 0: the activations' type.
         dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
         onnxruntime: The body may use ONNX Runtime's own ops, where it has kernels for them.
 
@@ -73,22 +73,23 @@ def function_body(
         function = body.write(without_scales(node), dtype, opset, dims)
     if has_codes(node):
         keep_codes(function, node, dtype, dims["D"])
-    elif kept not in (0, dtype):
-        _keep(function, node, dtype, kept)
+    elif narrow_dtype not in (0, dtype):
+        _keep(function, node, dtype, narrow_dtype)
     return function
 
 
-def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: int) -> None:
-    """Add casts around the body, so that `narrow` inputs and states have type `kept`. Whole tensors are cast, which is slow; kernels read
-    `kept` directly."""
+def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, narrow_dtype: int) -> None:
+    """Add casts around the body, so that `narrow` inputs and states have type `narrow_dtype`."""
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
-    weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}
+    weights = {
+        tensor.name for tensor, input_name in zip(spec.inputs, node.input, strict=False) if tensor.narrow and input_name
+    }
     used = (weights | {f"past_{name}" for name in names}) & set(function.input)
     made = {f"present_{name}" for name in names} & set(function.output)
     rename(function.node, {name: f"{name}_wide" for name in used | made})
     before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(used)]
-    after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=kept) for name in sorted(made)]
+    after = [helper.make_node("Cast", [f"{name}_wide"], [name], to=narrow_dtype) for name in sorted(made)]
     nodes = [*before, *function.node, *after]
     del function.node[:]
     function.node.extend(nodes)

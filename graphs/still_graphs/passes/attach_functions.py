@@ -34,7 +34,7 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         _drop_scales(node)
         dtype, dims = _activation_type(node), _dimensions(node)
-        kept = _narrow_type(node) or dtype
+        narrow_dtype = _narrow_type(node) or dtype
         proto = ir.to_proto(node)
         key = (
             node.op_type,
@@ -42,12 +42,12 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
             tuple(map(bool, proto.input)),
             tuple(map(bool, proto.output)),
             dtype,
-            kept,
+            narrow_dtype,
             tuple(sorted(dims.items())),
         )
         if key not in found:
             opset = model.opset_imports.get("", 0)
-            body = function_body(proto, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
+            body = function_body(proto, dtype, opset, narrow_dtype=narrow_dtype, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload, so tools without support for overloads can read it.
             overloads = itertools.chain([""], map(str, itertools.count(1)))
             body.overload = next(o for o in overloads if (body.domain, body.name, o) not in model.functions)
@@ -100,8 +100,8 @@ def _dimensions(node: ir.Node) -> dict[str, int]:
 def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -> int:
     """Element type of the first input or output that satisfies `wanted` and declares one; 0: none does."""
     spec = _spec(node)
-    given = [*zip(node.inputs, spec.all_inputs(), strict=False), *zip(node.outputs, spec.all_outputs(), strict=False)]
-    return next((int(v.dtype) for v, tensor in given if v is not None and v.dtype is not None and wanted(tensor)), 0)
+    values = [*zip(node.inputs, spec.all_inputs(), strict=False), *zip(node.outputs, spec.all_outputs(), strict=False)]
+    return next((int(v.dtype) for v, tensor in values if v is not None and v.dtype is not None and wanted(tensor)), 0)
 
 
 def _narrow_type(node: ir.Node) -> int:

@@ -78,15 +78,15 @@ def _replace(node: ir.Node, writer: Writer) -> bool:
 
 def _retype(value: ir.Value, dtype: ir.DataType, shape: list[int]) -> None:
     """Change the type and shape of an initializer; its bytes stay."""
-    held = value.const_value
-    if isinstance(held, ir.ExternalTensor):
-        place = held.location, held.offset, held.length
+    content = value.const_value
+    if isinstance(content, ir.ExternalTensor):
+        place = content.location, content.offset, content.length
         value.const_value = ir.ExternalTensor(
-            *place, dtype, shape=ir.Shape(shape), name=str(value.name), base_dir=held.base_dir
+            *place, dtype, shape=ir.Shape(shape), name=str(value.name), base_dir=content.base_dir
         )
     else:
-        assert held is not None
-        value.const_value = _tensor(held.tobytes(), dtype, shape, str(value.name))
+        assert content is not None
+        value.const_value = _tensor(content.tobytes(), dtype, shape, str(value.name))
     typed(value, shape, dtype)
 
 

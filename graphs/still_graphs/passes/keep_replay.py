@@ -24,12 +24,12 @@ def keep_replay(model: ir.Model) -> int:
     there = {str(value.name) for value in model.graph.outputs}
     added = 0
     for node, spec in list(_folded(model)):
-        kept = next(value.dtype for value in node.outputs if value.dtype is not None)
+        activation = next(value.dtype for value in node.outputs if value.dtype is not None)
         for value, tensor in _activations(node, spec):
             name = _name(node, spec, tensor.name)
             if name in there:
                 continue
-            dtype = value.dtype or (kept if tensor.dtype == "T" else ir.DataType.FLOAT)
+            dtype = value.dtype or (activation if tensor.dtype == "T" else ir.DataType.FLOAT)
             shape = ["batch", "tokens", *(value.shape or tensor.shape)[2:]]
             if value.producer() is None or value.is_graph_output():
                 value = writer.node("Identity", [value], name)
@@ -52,7 +52,7 @@ def fold_graph(model: ir.Model) -> ir.Model:
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(model.opset_imports), name="fold")
     copies: dict[ir.Value, ir.Value] = {}
 
-    def given(name: str, like: ir.Value) -> ir.Value:
+    def new_input(name: str, like: ir.Value) -> ir.Value:
         value = ir.Value(name=name, shape=like.shape, type=like.type)
         graph.inputs.append(value)
         return value
@@ -60,7 +60,7 @@ def fold_graph(model: ir.Model) -> ir.Model:
     def copied(value: ir.Value | None) -> ir.Value | None:
         if value is not None and value not in copies:
             if value.is_graph_input():
-                copies[value] = given(str(value.name), value)
+                copies[value] = new_input(str(value.name), value)
             elif value.is_initializer():
                 new = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
                 graph.initializers.add(new)
@@ -90,7 +90,7 @@ def fold_graph(model: ir.Model) -> ir.Model:
     for node, spec in _folded(model):
         for value, tensor in _activations(node, spec):
             name = _name(node, spec, tensor.name)
-            copies[value] = next((v for v in graph.inputs if v.name == name), None) or given(name, replays[name])
+            copies[value] = next((v for v in graph.inputs if v.name == name), None) or new_input(name, replays[name])
         states = {f"present_{state.name}" for state in spec.states}
         new = _copy(node)
         for name, value in zip(spec.output_names(), new.outputs, strict=False):

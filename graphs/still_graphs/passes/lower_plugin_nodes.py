@@ -61,7 +61,7 @@ def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) 
             inputs[inputs.index(value)] = narrowed[value]
     absent = [index for index, value in enumerate(inputs) if value is None]
     missing = {spec.input_names()[index] for index in absent}
-    kept = [
+    outputs = [
         (name, output)
         for name, output in zip(spec.output_names(), node.outputs, strict=False)
         if name.replace("present_", "past_", 1) not in missing
@@ -78,11 +78,11 @@ def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) 
         [value for value in inputs if value is not None],
         attributes,
         domain=DOMAIN,
-        num_outputs=len(kept),
+        num_outputs=len(outputs),
         name=node.name,
     )
-    writer.add(plugin, [output.name or writer.fresh(f"{node.name or node.op_type}.{name}") for name, output in kept])
-    for (_, old), new in zip(kept, plugin.outputs, strict=True):
+    writer.add(plugin, [output.name or writer.fresh(f"{node.name or node.op_type}.{name}") for name, output in outputs])
+    for (_, old), new in zip(outputs, plugin.outputs, strict=True):
         if old.name:
             put_in_place(old, new)
     writer.graph.remove(node, safe=True)

@@ -74,7 +74,7 @@ def cached_body(
         b.unsqueeze(b("Max", b("Add", past, last), 0), 2, 3),
     )
     index = b("Concat", *(b("Expand", part, lead) for part in parts), axis=3)  # [B, M, HK, 3]
-    brings = b.reshape(b("Greater", new, 0), -1, 1, 1, 1)
+    has_tokens = b.reshape(b("Greater", new, 0), -1, 1, 1, 1)
     position = b.unsqueeze(b("Add", past, step), 2)  # [B, M, 1]
     mask = b.unsqueeze(b("Where", b("LessOrEqual", b("Range", 0, filled, 1), position), 0.0, MASKED), 1)
     real = b.unsqueeze(b("Less", step, new), 2, 3)
@@ -83,7 +83,7 @@ def cached_body(
     for name in ("key", "value"):
         fresh = b("GatherND", name, token, batch_dims=1)  # [B, M, HK, D]
         # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
-        chosen = b("Where", brings, b.wide(fresh, dtype), b.wide(b("GatherND", f"past_{name}", index), dtype))
+        chosen = b("Where", has_tokens, b.wide(fresh, dtype), b.wide(b("GatherND", f"past_{name}", index), dtype))
         fresh = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, fresh, out=f"present_{name}")
         if attend is None:

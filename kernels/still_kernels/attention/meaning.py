@@ -182,8 +182,8 @@ def blocked_attention(
 
 def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: torch.dtype) -> Tensor:
     """Keys or values [B, HK, end, D] of these sequences, in the type of the activations."""
-    held, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
-    return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
+    values, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
+    return values.to(dtype) if scale is None else dequantized(values, scale[rows, :, :end], dtype)
 
 
 def _attend(
@@ -237,8 +237,8 @@ def op_of_keys(
             past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
             known = {**vars(inputs), CACHE.name: state.cache}
             results = call(spec, {**vars(inputs), **past}, {a.name: known[a.name] for a in spec.attributes})
-            kept = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
-            return results["output"], replace(state, **kept, length=state.length + inputs.new_tokens)
+            states = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
+            return results["output"], replace(state, **states, length=state.length + inputs.new_tokens)
 
         return run
 

@@ -52,13 +52,13 @@ def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fals
     inputs.check()
     state.check(inputs)
     assert blocks is not None
-    kept = {name: launcher.written(getattr(state, name), in_place) for name in ("key", "value")}
+    cache = {name: launcher.written(getattr(state, name), in_place) for name in ("key", "value")}
     length = state.length.contiguous()
     query, key, value, new_tokens = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
     call = Inputs(query, key, value, new_tokens, blocks.to(torch.int32).contiguous(), inputs.block_size)
     output = torch.empty_like(query)
     try:
-        launch_block_attention(call, AttentionState(**kept, length=length), output)
+        launch_block_attention(call, AttentionState(**cache, length=length), output)
     except UnsupportedError:
         return naive_block_attention(inputs, state, in_place)
-    return output, AttentionState(**kept, length=length + new_tokens.to(length.dtype))
+    return output, AttentionState(**cache, length=length + new_tokens.to(length.dtype))

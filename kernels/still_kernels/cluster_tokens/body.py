@@ -33,8 +33,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     )
     index = b("Concat", *(b("Expand", part, lead) for part in parts), axis=3)  # [B, T, HK, 3]
     fresh = b("GatherND", b.cast("cluster", FLOAT), b.unsqueeze(b("Max", last, 0), 2), batch_dims=1)
-    brings = b.unsqueeze(b("Greater", new, 0), 2)
-    fresh = b("Where", brings, fresh, b("GatherND", "past_clusters", index))  # [B, T, HK]
+    has_tokens = b.unsqueeze(b("Greater", new, 0), 2)
+    fresh = b("Where", has_tokens, fresh, b("GatherND", "past_clusters", index))  # [B, T, HK]
     present = b("ScatterND", "past_clusters", index, fresh, out="present_clusters")
     filled = b.unsqueeze(b("Max", b("ReduceMax", b("Add", past, new), keepdims=0), 1), 0)
     seen = b("Slice", present, [0], filled, [2])

@@ -131,12 +131,12 @@ def _compiled(
     library, version = nvrtc()
     key = hashlib.sha256(repr((version, options)).encode() + text).hexdigest()
     name = f"{function.symbol}.cubin"
-    kept = get_cache_manager(key)
-    if (path := kept.get_file(name)) is not None:
+    manager = get_cache_manager(key)
+    if (path := manager.get_file(name)) is not None:
         cubin = Path(path).read_bytes()
     else:
         cubin = compile_source(library, text, function.source.name, options)
-        kept.put(cubin, name, binary=True)
+        manager.put(cubin, name, binary=True)
     return Compiled(cubin, function.symbol, shared)
 
 
@@ -184,8 +184,8 @@ def compile_source(library: Any, source: bytes, name: str, options: list[str]) -
     """A cubin; ConfigError with the compiler's log if it fails."""
     program = ctypes.c_void_p()
     library.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
-    given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    status = library.nvrtcCompileProgram(program, len(options), given)
+    arguments = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    status = library.nvrtcCompileProgram(program, len(options), arguments)
     size = ctypes.c_size_t()
     if status:
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -261,8 +261,8 @@ class Loaded:
         import torch
 
         count = len(self.kinds)
-        held = ctypes.create_string_buffer(8 * count)
-        base = ctypes.addressof(held)
+        buffer = ctypes.create_string_buffer(8 * count)
+        base = ctypes.addressof(buffer)
         places = (ctypes.c_void_p * count)(*[base + 8 * i for i in range(count)])
         attribute = _Attribute(SERIALIZATION, 0, (ctypes.c_uint64 * 8)(1))
         config = _Config(*grid, self.threads, 1, 1, self.compiled.shared_bytes)
@@ -272,7 +272,7 @@ class Loaded:
         def run(*values: Any) -> None:
             config.stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
             plain = [x if isinstance(x, int | float) else 0 if x is None else x.data_ptr() for x in values[:count]]
-            pack(held, 0, *plain)
+            pack(buffer, 0, *plain)
             _check(launch(address, self.function, places, None), f"launching {self.compiled.symbol}")
 
         return run

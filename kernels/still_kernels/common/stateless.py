@@ -147,7 +147,7 @@ def stateless_op(
             tiles,
             compiled or flags,
             blocks or {},
-            lambda variant: (name for name, given in (optional or {}).items() if not getattr(variant, given)),
+            lambda variant: (name for name, attribute in (optional or {}).items() if not getattr(variant, attribute)),
         ),
         functions=imported(module, "FUNCTIONS"),
         covered=(*([types] if covers else []), *also),

@@ -21,7 +21,7 @@ ACCURACY_LEVEL = {int(FLOAT): 4, int(TensorProto.FLOAT16): 0}
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`, in float32 with weights rounded to the activations' type."""
     bits, block, sizes = _form(node, dims)
-    given = _present(node)
+    present = _present(node)
 
     def codes(turn: Scope, words: str, width: int) -> str:
         """float32 [rows, codes] of words [rows, W]."""
@@ -33,7 +33,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     def matrix(turn: Scope, name: str, expert: str) -> str:
         columns = sizes["I" if name == "gate_up" else "M"]
         zero: str | float = float(1 << (bits - 1))
-        if f"{name}_zero_points" in given:
+        if f"{name}_zero_points" in present:
             words = turn("Gather", f"{name}_zero_points", expert)
             zero = turn.unsqueeze(codes(turn, words, columns // block), 2)
         blocks = turn.reshape(codes(turn, turn("Gather", name, expert), columns), 0, -1, block)
@@ -53,7 +53,7 @@ def runtime_body(
     bits, block, sizes = _form(node, dims)
     if dtype not in (FLOAT, TensorProto.FLOAT16) or activation_of(node, sizes) != "swiglu":
         return None
-    b, given = Scope(), _present(node)
+    b, present = Scope(), _present(node)
 
     def bytes_of(name: str, width: int) -> str:
         """[E, rows, bytes] of words [E, rows, W]."""
@@ -64,7 +64,7 @@ def runtime_body(
 
     def zero_points(name: str, columns: str) -> str | None:
         name = f"{name}_zero_points"
-        return bytes_of(name, -(-sizes[columns] // block * bits // 8)) if name in given else None
+        return bytes_of(name, -(-sizes[columns] // block * bits // 8)) if name in present else None
 
     weight = b.reshape("weight", -1, dims["K"])
     # Inputs for the choice and for the weights.

@@ -33,8 +33,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     def of_lane(values: str, place: str, count: int, nothing: str | float) -> str:
         """Values of [B, T, supers, n, count] at index `place` [B, T], [B, T, supers, n]."""
         here = b("Equal", b.unsqueeze(place, -1), b.constant(range(count)))
-        kept = b("Where", b.unsqueeze(here, 2, 3), values, nothing)
-        return b("ReduceSum", kept, [4], keepdims=0)
+        chosen = b("Where", b.unsqueeze(here, 2, 3), values, nothing)
+        return b("ReduceSum", chosen, [4], keepdims=0)
 
     def part(value: str, axis: int, begin: int, end: int) -> str:
         return b("Slice", value, [begin], [end], [axis])
@@ -43,9 +43,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         return b.reshape(fields(b, value, shifts, size), 0, 0, *shape)
 
     none = b.constant(0, "int32")
-    held = b.reshape(b("Gather", "blocks", rows, axis=0), 0, 0, supers, words * TILE)
+    packed = b.reshape(b("Gather", "blocks", rows, axis=0), 0, 0, supers, words * TILE)
     # A byte for each of eight rows: two words for each scale.
-    pairs = b.reshape(part(held, 3, 0, SCALES * 2), 0, 0, supers, SCALES, 2)
+    pairs = b.reshape(part(packed, 3, 0, SCALES * 2), 0, 0, supers, SCALES, 2)
     four = b("Div", lane, 4)
     word = b.cast(of_lane(pairs, four, 2, none), TensorProto.UINT32)
     shift = b.cast(b("Mul", b("Sub", lane, b("Mul", four, 4)), 8), TensorProto.UINT32)
@@ -55,7 +55,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     size = of_lane(sizes, lane, TILE, 0.0)
     blocks = 8 if bits == 4 else SCALES
     each = SUPER // blocks
-    words_of = b.reshape(part(held, 3, SCALES * 2, words * TILE), 0, 0, supers, words - SCALES // 4, TILE)
+    words_of = b.reshape(part(packed, 3, SCALES * 2, words * TILE), 0, 0, supers, words - SCALES // 4, TILE)
     codes = b.cast(of_lane(words_of, lane, TILE, none), TensorProto.UINT32)
     if bits == 4:
         steps = b("Mul", part(whole, 3, 0, blocks), part(size, 3, 0, 1))

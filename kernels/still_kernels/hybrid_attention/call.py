@@ -184,7 +184,7 @@ class _KernelsWhole(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         output, folds, *tensors = ctx.saved_tensors
         inputs = as_read(Inputs(*tensors))
-        wanted = {name for name, want in zip(vars(inputs), ctx.needs_input_grad[1:], strict=True) if want}
+        wanted = {name for name, needed in zip(vars(inputs), ctx.needs_input_grad[1:], strict=True) if needed}
         found = whole_gradients(inputs, ctx.config, output, folds, grad.contiguous(), wanted)
         return None, *(
             found[name].to(tensor.dtype) if name in wanted else None

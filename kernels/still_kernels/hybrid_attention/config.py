@@ -205,9 +205,9 @@ class HybridAttentionConfig(HybridAttentionSettings):
         return values
 
     @classmethod
-    def from_attributes(cls, attributes: Mapping[str, AttributeValue], **told: Any) -> HybridAttentionConfig:
+    def from_attributes(cls, attributes: Mapping[str, AttributeValue], **fields: Any) -> HybridAttentionConfig:
         """The configuration of an op call: its attributes, and the fields that come from its tensors."""
-        values: dict[str, Any] = {**attributes, **told}
+        values: dict[str, Any] = {**attributes, **fields}
         values["phantom_first_chunk"] = bool(values["phantom_first_chunk"])
         values["window_size"] = values["window_size"] or None
         values[CACHE.name] = None if values[CACHE.name] == CACHE.default else values[CACHE.name]

@@ -18,18 +18,18 @@ def narrowed(state: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (bfloat16, rounded to nearest, halves to even; int8 rest, rounded likewise, within MOST), both of the state's shape.
     """
-    kept = state.to(torch.bfloat16)
-    step = _step(kept)
-    rest = torch.where(step > 0, (state.float() - kept.float()) / step, 0)
-    return kept, torch.round(rest).clamp(-MOST, MOST).to(torch.int8)
+    high = state.to(torch.bfloat16)
+    step = _step(high)
+    rest = torch.where(step > 0, (state.float() - high.float()) / step, 0)
+    return high, torch.round(rest).clamp(-MOST, MOST).to(torch.int8)
 
 
-def widened(kept: Tensor, rest: Tensor) -> Tensor:
+def widened(high: Tensor, rest: Tensor) -> Tensor:
     """The float32 state of both parts, accurate to 16 bits."""
-    return kept.float() + rest.float() * _step(kept)
+    return high.float() + rest.float() * _step(high)
 
 
-def _step(kept: Tensor) -> Tensor:
+def _step(high: Tensor) -> Tensor:
     """A 256th of the last place; 0 if it is below float32's range."""
-    exponent = (kept.float().view(torch.int32) >> 23) & 0xFF
+    exponent = (high.float().view(torch.int32) >> 23) & 0xFF
     return ((exponent - SHIFT).clamp_min(0) << 23).view(torch.float32)

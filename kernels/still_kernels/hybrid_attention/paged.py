@@ -88,17 +88,17 @@ def _in_chunks(inputs: Inputs, config: HybridAttentionConfig, pages: Pages, page
     )
     # A growing cache has the slots that the call may fill; this row owns those that it has filled.
     slots = pages.slots if config.overflow != "error" else int(after.max())
-    held = {}
+    states = {}
     for name in views:
         own = _gathered(name, views[name], table, pages, slots)
         mine = (length > 0)[:, None]
         if name.startswith("salient_"):
             own = own[:, :, :slots]
             mine = mine & (torch.arange(slots) < filled[:, None])
-        held[name] = torch.where(mine.view(len(table), 1, -1, *[1] * (own.dim() - 3)), own, 0)
+        states[name] = torch.where(mine.view(len(table), 1, -1, *[1] * (own.dim() - 3)), own, 0)
     if pages.rest:
-        held["kv_state"] = widened(held["kv_state"], held.pop("kv_rest"))
-    result, present = chunked_hybrid_attention(padded, config, HybridAttentionState(**held, length=length))
+        states["kv_state"] = widened(states["kv_state"], states.pop("kv_rest"))
+    result, present = chunked_hybrid_attention(padded, config, HybridAttentionState(**states, length=length))
     output[place[real]] = result[real]
     tensors = present.tensors()
     del tensors["length"]

@@ -90,12 +90,12 @@ class Pages:
                     ("kv_state", shape, linear, 0),
                     *[("kv_rest", shape, torch.int8, rest)] * narrow,
                 ]
-                held = (config.select_heads, rows)
+                lead = (config.select_heads, rows)
                 for name in sorted(salient):
                     if name in SALIENT:
-                        shapes.append((name, held + row_shape, row_type, 0))
+                        shapes.append((name, lead + row_shape, row_type, 0))
                     else:
-                        shapes.append((name, held, torch.float32, math.prod(held) * vector_bytes))
+                        shapes.append((name, lead, torch.float32, math.prod(lead) * vector_bytes))
                 alike = replace(config, window_factor=None)
                 found.append(cls(alike, size, count, rows, slots, (*states, *shapes)))
         return min(found, key=lambda pages: pages.count(slots) * pages.size_bytes)

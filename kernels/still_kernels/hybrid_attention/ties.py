@@ -102,19 +102,19 @@ class SelectionTies:
         """A tie is TIE times the larger of two errors of PyTorch's own run: of the two compared scores, which may be small by chance, and
         of all scores of the head's chunk (root mean square)."""
         found = {}
-        for layer, (exact, told) in ((layer, np.moveaxis(x, -2, 0)) for layer, x in scores.items()):
+        for layer, (exact, chosen) in ((layer, np.moveaxis(x, -2, 0)) for layer, x in scores.items()):
             if not 0 < self.salient < self.chunk:
                 continue
             other = own[layer][..., 0, :]
             infinite = np.isinf(exact) & (exact == other)  # position 0
             error = np.abs(np.where(infinite, 0, exact) - np.where(infinite, 0, other))
             order = np.argsort(-exact, axis=-1, kind="stable")
-            ours = np.zeros(exact.shape, bool)
-            np.put_along_axis(ours, order[..., : self.salient], True, -1)
-            turned = ((told > 0).sum(-1) == self.salient) & (ours != (told > 0)).any(-1)
-            went = np.where(turned[..., None], told > 0, ours)
-            worst = np.where(went, exact, np.inf).argmin(-1)
-            best = np.where(went, -np.inf, exact).argmax(-1)
+            reference = np.zeros(exact.shape, bool)
+            np.put_along_axis(reference, order[..., : self.salient], True, -1)
+            turned = ((chosen > 0).sum(-1) == self.salient) & (reference != (chosen > 0)).any(-1)
+            selection = np.where(turned[..., None], chosen > 0, reference)
+            worst = np.where(selection, exact, np.inf).argmin(-1)
+            best = np.where(selection, -np.inf, exact).argmax(-1)
             places = np.stack([worst, best], -1)
             last, first = np.moveaxis(np.take_along_axis(exact, places, -1), -1, 0)
             least = np.maximum(np.sqrt(np.square(error).mean(-1)), np.take_along_axis(error, places, -1).max(-1))

@@ -40,23 +40,23 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     number = b.arange(count)  # K
     last = b("Sub", b("Add", b("Mul", number, chunk), chunk - 1), offset)  # [B, K]
     ends = b("And", b("GreaterOrEqual", last, 0), b("Less", last, new))
-    told = b("GatherND", "keep", b.unsqueeze(b("Where", ends, last, 0), 2), batch_dims=1)  # [B, K, R]
+    decisions = b("GatherND", "keep", b.unsqueeze(b("Where", ends, last, 0), 2), batch_dims=1)  # [B, K, R]
     stays = b(
-        "And", b("Greater", b("Transpose", b.cast(told, INT64), perm=[0, 2, 1]), 0), b.unsqueeze(ends, 1)
+        "And", b("Greater", b("Transpose", b.cast(decisions, INT64), perm=[0, 2, 1]), 0), b.unsqueeze(ends, 1)
     )  # [B, R, K]
     goes = b("And", b("Not", stays), b.unsqueeze(ends, 1))
-    kept = b.cast("past_kept_chunks", INT64)  # [B, R]
-    b.cast(b("Add", kept, b("ReduceSum", b.cast(stays, INT64), [2], keepdims=0)), FLOAT, out="present_kept_chunks")
+    retained = b.cast("past_kept_chunks", INT64)  # [B, R]
+    b.cast(b("Add", retained, b("ReduceSum", b.cast(stays, INT64), [2], keepdims=0)), FLOAT, out="present_kept_chunks")
 
     # Rows: retained chunks and the open chunk are consecutive from `begin`, where the open chunk was or is.
-    base = b("Mul", kept, chunk)
+    base = b("Mul", retained, chunk)
     left_out = b("Squeeze", b("Slice", goes, [0], [1], [2]), [2])  # [B, R], the open chunk
     begin = b("Where", left_out, 0, offset)  # after `base`
     tokens_of = b("Sub", chunk, b("Where", b("Equal", number, 0), offset, 0))  # [B, K]
     gone = b("ReduceSum", b("Where", goes, b.unsqueeze(tokens_of, 1), 0), [2], keepdims=0)
     live = b("Sub", new, gone)  # [B, R], number of written tokens
     rank = b("CumSum", b("Sub", 1, b.cast(goes, INT64)), 2, exclusive=1)
-    nowhere = b("Expand", b.unsqueeze(count, 0, 1), b("Concat", b("Shape", kept), b("Add", count, 1), axis=0))
+    nowhere = b("Expand", b.unsqueeze(count, 0, 1), b("Concat", b("Shape", retained), b("Add", count, 1), axis=0))
     numbers = b("Expand", b.unsqueeze(number, 0, 1), b("Shape", rank))
     order = b("ScatterElements", nowhere, b("Where", goes, count, rank), numbers, axis=2)  # [B, R, K + 1]
     # Tokens after the last written one repeat it. Then the rows of a discarded open chunk: unwritten ones are zeroed.
@@ -72,8 +72,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     )
     source = b("Where", is_written, b("Add", source, b("Mod", place, chunk)), 0)
     # A sequence without new tokens rewrites a row with its own value.
-    brings = b.unsqueeze(b("Greater", new, 0), 2)  # [B, 1, 1]
-    target = b("Where", brings, b("Add", b.unsqueeze(base, 2), place), 0)
+    has_tokens = b.unsqueeze(b("Greater", new, 0), 2)  # [B, 1, 1]
+    target = b("Where", has_tokens, b("Add", b.unsqueeze(base, 2), place), 0)
     opened = b("Min", b("Add", b.unsqueeze(base, 2), inner), b("Sub", b.dim("past_key", 2), 1))
 
     lead = b.reshape(b.arange(b.dim("past_length", 0)), -1, 1, 1, 1)
@@ -97,7 +97,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         # Cast to float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         fresh = b("GatherND", name, sources)
         fresh = b("Where", b.unsqueeze(each(is_written), 3), b.wide(fresh, dtype), 0.0)
-        fresh = b("Where", b.unsqueeze(brings, 3), fresh, b.wide(old, dtype))
+        fresh = b("Where", b.unsqueeze(has_tokens, 3), fresh, b.wide(old, dtype))
         fresh = fresh if dtype == FLOAT else b.cast(fresh, dtype)
         present = b("ScatterND", f"past_{name}", written, fresh, out=f"present_{name}")
         own = b("Transpose", b("GatherND", name, token, batch_dims=1), perm=[0, 2, 1, 3])
@@ -111,10 +111,10 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     first_stays = b.unsqueeze(b("Slice", stays, [0], [1], [2]), 2)  # [B, R, 1, 1]
     open_seen = b("Or", first_stays, b.unsqueeze(b("Equal", at, 0), 1, 3))  # [B, R, M, 1]
     open_seen = b("And", open_seen, b.unsqueeze(b("Less", inner, offset), 1, 2))
-    shape = b("Concat", b("Shape", kept), longest, axis=0)
-    at_kept = b("GatherElements", stays, b("Expand", b.unsqueeze(at, 1), shape), axis=2)  # [B, R, M]
+    shape = b("Concat", b("Shape", retained), longest, axis=0)
+    at_retained = b("GatherElements", stays, b("Expand", b.unsqueeze(at, 1), shape), axis=2)  # [B, R, M]
     same = b("Equal", b.unsqueeze(at, 2), b.unsqueeze(at, 1))  # [B, M, M]
-    seen = b("Or", b.unsqueeze(at_kept, 2), b.unsqueeze(same, 1))
+    seen = b("Or", b.unsqueeze(at_retained, 2), b.unsqueeze(same, 1))
     seen = b("And", seen, b("LessOrEqual", b.unsqueeze(step, 0), b.unsqueeze(step, 1)))
     masks = row, b("Concat", open_seen, seen, axis=3)
 

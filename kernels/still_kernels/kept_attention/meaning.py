@@ -43,10 +43,10 @@ class Inputs(AttentionInputs):
         assert self.new_tokens is not None and self.past_length is not None
         counts = counts_of(self.past_length, self.new_tokens, tokens)
         for row, (length, count) in enumerate(counts):
-            held = self.chunk_size * int(state.kept_chunks[row].max()) + length % self.chunk_size
-            if held + count > state.key.shape[2]:
+            used = self.chunk_size * int(state.kept_chunks[row].max()) + length % self.chunk_size
+            if used + count > state.key.shape[2]:
                 raise CapacityError(
-                    f"sequence {row} keeps {held} tokens and brings {count}; the state has room for {state.key.shape[2]}. "
+                    f"sequence {row} keeps {used} tokens and brings {count}; the state has room for {state.key.shape[2]}. "
                     "Give a larger state."
                 )
         return sizes["HK"] // sizes["R"], counts
@@ -67,29 +67,31 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
     query, keep = inputs.query, inputs.keep > 0
     write = Tensor.scatter if inputs.needs_gradients() else Tensor.scatter_
     key, value = (x if in_place else x.clone() for x in (state.key, state.value))
-    kept, outputs, rows = state.kept_chunks.clone(), [], []
+    retained, outputs, rows = state.kept_chunks.clone(), [], []
     for row, (at, count) in enumerate(counts):
-        done, parts, held = 0, [], [key[row], value[row]]
+        done, parts, cached = 0, [], [key[row], value[row]]
         while done < count:
             part = slice(done, done + min(size - at % size, count - done))
-            own = kept[row].long().repeat_interleave(group)[:, None, None] * size  # [HK, 1, 1], rows of retained chunks
+            own = (
+                retained[row].long().repeat_interleave(group)[:, None, None] * size
+            )  # [HK, 1, 1], rows of retained chunks
             last = own + torch.arange(at % size, at % size + part.stop - done, device=query.device)[:, None]
             place = last.expand(-1, -1, key.shape[3])
             fresh = [x[row, part].transpose(0, 1).to(key.dtype) for x in (inputs.key, inputs.value)]
-            held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
-            parts.append(_attend(query[row, part], held[0], held[1], last))
+            cached = [write(x, 1, place, y) for x, y in zip(cached, fresh, strict=True)]
+            parts.append(_attend(query[row, part], cached[0], cached[1], last))
             at, done = at + part.stop - done, part.stop
             if at % size == 0:
                 stays = keep[row, done - 1]  # [R]
-                kept[row] += stays.to(kept.dtype)
+                retained[row] += stays.to(retained.dtype)
                 of_heads = stays.repeat_interleave(group)[:, None, None]
                 chunk = (own + torch.arange(size, device=query.device)[:, None]).expand(-1, -1, key.shape[3])
-                held = [write(x, 1, chunk, torch.where(of_heads, x.gather(1, chunk), 0)) for x in held]
+                cached = [write(x, 1, chunk, torch.where(of_heads, x.gather(1, chunk), 0)) for x in cached]
         outputs.append(torch.cat((*parts, query.new_zeros(query.shape[1] - count, *query.shape[2:]))))
-        rows.append(held)
+        rows.append(cached)
     if inputs.needs_gradients():
         key, value = (torch.stack(x) for x in zip(*rows, strict=True))
-    return torch.stack(outputs), KeptState(key, value, kept)
+    return torch.stack(outputs), KeptState(key, value, retained)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, last: Tensor) -> Tensor:

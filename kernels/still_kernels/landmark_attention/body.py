@@ -18,7 +18,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     values = {a.name: a.default for a in LANDMARK_ATTENTION.attributes}
     values |= {a.name: helper.get_attribute_value(a) for a in node.attribute}
     size, top = int(values["block_tokens"]), int(values["top_blocks"])
-    heads, kept, dim = dims["H"], dims["HK"], dims["D"]
+    heads, kv_heads, dim = dims["H"], dims["HK"], dims["D"]
     if size < 2:
         raise UnsupportedError(f"{node.name or node.op_type}: block_tokens={size} must be at least 2.")
     if top < 0 or (top and dim % 2):
@@ -28,7 +28,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     if top:
         frequency = [float(values["rope_base"]) ** (-2 * i / dim) for i in range(dim // 2)]
         return cached_body(
-            LANDMARK_ATTENTION, node, dtype, opset, dims, partial(_retrieve, heads, kept, dim, size, top, frequency)
+            LANDMARK_ATTENTION, node, dtype, opset, dims, partial(_retrieve, heads, kv_heads, dim, size, top, frequency)
         )
 
     def attend(b: Scope, queries: Queries) -> str:
@@ -36,7 +36,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         key, value = (
             b.wide(b("Slice", f"present_{name}", [0], filled, [2]), queries.dtype) for name in ("key", "value")
         )
-        query = b.reshape(b("Transpose", queries.query, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
+        query = b.reshape(b("Transpose", queries.query, perm=[0, 2, 1, 3]), 0, kv_heads, -1, dim)
         logits = b("Reshape", b("MatMul", query, b("Transpose", key, perm=[0, 1, 3, 2])), b.shape(0, heads, -1, filled))
         count = b("Div", b("Add", filled, size - 1), size)
         missing = b("Sub", b("Mul", count, size), filled)
@@ -48,14 +48,14 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         chosen = b("Where", b.unsqueeze(own, 1, 4), tokens, shared)
         flat = b("Reshape", b("Pad", chosen, [0] * 9 + [1], MASKED), b.shape(0, 0, 0, -1))
         weights = b("Softmax", b("Add", b("Slice", flat, [0], filled, [3]), queries.mask), axis=-1)
-        mixed = b("MatMul", b("Reshape", weights, b.shape(0, kept, -1, filled)), value)
+        mixed = b("MatMul", b("Reshape", weights, b.shape(0, kv_heads, -1, filled)), value)
         return b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
 
     return cached_body(LANDMARK_ATTENTION, node, dtype, opset, dims, attend)
 
 
 def _retrieve(
-    heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, queries: Queries
+    heads: int, kv_heads: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, queries: Queries
 ) -> str:
     """The output for tokens that read `top_blocks` blocks and their own. Rotations use distances instead of positions, because they stay
     small."""
@@ -77,7 +77,7 @@ def _retrieve(
         after = [1] * (rank - 1)
         parts = (
             b.reshape(b.arange(b.dim(row, 0)), -1, 1, *after[1:]),
-            b.reshape(b.constant([h * kept // heads for h in range(heads)], "int64"), 1, -1, *after[1:]),
+            b.reshape(b.constant([h * kv_heads // heads for h in range(heads)], "int64"), 1, -1, *after[1:]),
             row,
         )
         index = b("Concat", *(b.unsqueeze(b("Expand", part, dims), -1) for part in parts), axis=-1)
@@ -94,7 +94,7 @@ def _retrieve(
     last = b("Min", b("Add", b("Mul", number, size), size - 1), b("Sub", queries.filled, 1))
     marks = b.wide(b("Gather", "present_key", last, axis=2), queries.dtype)  # [B, HK, C, D]
     behind = b("Squeeze", b("Sub", place, b("Mul", late, size)), [3])  # [B, 1, M]
-    grouped = b.reshape(turned(query, b("Add", behind, 1)), 0, kept, -1, dim)
+    grouped = b.reshape(turned(query, b("Add", behind, 1)), 0, kv_heads, -1, dim)
     far = b("MatMul", grouped, b("Transpose", marks, perm=[0, 1, 3, 2]))
     far = b("Where", b("Less", number, late), b("Reshape", far, b.shape(0, heads, longest, -1)), MASKED)
 

@@ -46,10 +46,10 @@ class Inputs(AttentionInputs):
             starts = range(length, length + query.shape[1], RETRIEVED)
             found = [self.retrieve(part, keys, values, start) for part, start in zip(parts, starts, strict=False)]
             return torch.cat([torch.zeros_like(query[:, :0]), *found], dim=1)
-        wide, kept, size = torch.promote_types(query.dtype, torch.float32), keys.shape[1], self.block_tokens
+        wide, kv_heads, size = torch.promote_types(query.dtype, torch.float32), keys.shape[1], self.block_tokens
         outputs = [torch.zeros_like(query[:, :0])]
         for start in range(0, query.shape[1], BLOCK):
-            own = query[:, start : start + BLOCK].to(wide).unflatten(2, (kept, -1)).permute(0, 2, 3, 1, 4)
+            own = query[:, start : start + BLOCK].to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
             first, end = length + start, length + start + own.shape[3]
             k, v = (x[:, :, None, :end].to(wide) for x in (keys, values))
             logits = own @ k.transpose(3, 4) * query.shape[3] ** -0.5  # [B, HK, G, T, end]
@@ -91,8 +91,8 @@ class Inputs(AttentionInputs):
         which = torch.arange(batch, device=device).reshape(-1, 1, 1, 1, 1)
         head = (torch.arange(heads, device=device) // group).reshape(1, -1, 1, 1, 1)
         read, value = (x[which, head, row].to(wide) for x in (keys, values))
-        asked = self.turned(rows[..., None, :], place[:, None] - base * size)
-        logits = (self.turned(read, inside) @ asked[..., None])[..., 0]
+        rotated = self.turned(rows[..., None, :], place[:, None] - base * size)
+        logits = (self.turned(read, inside) @ rotated[..., None])[..., 0]
         words, mark = logits[..., :-1], logits[..., -1:]
         shared = words - words.logsumexp(-1, keepdim=True) + mark
         shared = shared.masked_fill(~torch.cat((real, real.new_zeros(*real.shape[:-1], 1)), -1)[..., None], -torch.inf)

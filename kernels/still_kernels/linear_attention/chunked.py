@@ -50,7 +50,7 @@ def over_chunks(terms: ChunkTerms, state: Tensor, tokens: int, shared: int) -> t
             new = new - terms.taken[:, :, i] @ present
         out = terms.read[:, :, i] @ present + terms.scores[:, :, i] @ new
         outputs.append(out.unflatten(2, (-1, shared)))
-        present = terms.left[:, :, i, :, None] * present + terms.kept[:, :, i] @ new
+        present = terms.left[:, :, i, :, None] * present + terms.write[:, :, i] @ new
     return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2), present
 
 
@@ -58,10 +58,10 @@ def over_chunks(terms: ChunkTerms, state: Tensor, tokens: int, shared: int) -> t
 class ChunkTerms:
     """Values of the chunks of a call [B, H, chunks, ...] that do not depend on the state. With S the state before a chunk:
 
-        new = added - taken S,  output = read S + scores new,  S := left S + kept new
+        new = added - taken S,  output = read S + scores new,  S := left S + write new
 
     added: [.., C, V]. taken: [.., C, D], of the delta rules. read: [.., C * G, D]. scores: [.., C * G, C].
-    left: [.., 1 or D]. kept: [.., D, C].
+    left: [.., 1 or D]. write: [.., D, C].
     """
 
     added: Tensor
@@ -69,7 +69,7 @@ class ChunkTerms:
     read: Tensor
     scores: Tensor
     left: Tensor
-    kept: Tensor
+    write: Tensor
 
 
 def chunk_terms(inputs: Inputs) -> ChunkTerms:
@@ -88,7 +88,7 @@ def chunk_terms(inputs: Inputs) -> ChunkTerms:
         read=(query * start[..., None, :]).flatten(-3, -2),
         scores=within.scores,
         left=start[..., -1, :],
-        kept=(key * to_end).transpose(-1, -2),
+        write=(key * to_end).transpose(-1, -2),
     )
 
 
@@ -144,8 +144,8 @@ def within_chunks(query: Tensor, key: Tensor, decay: Tensor, reading: Tensor | N
         behind_first, behind_second = halves(suffix)
         left = halves(rows(key))[0] * behind_first.exp()
         decayed = second.exp()
-        asked = (halves(rows(query))[1] * decayed[..., None, :]).flatten(-3, -2)  # [.., size * G, D]
-        scores = _joined(*halves(scores), asked @ left.transpose(-1, -2))
+        queries = (halves(rows(query))[1] * decayed[..., None, :]).flatten(-3, -2)  # [.., size * G, D]
+        scores = _joined(*halves(scores), queries @ left.transpose(-1, -2))
         if inverse is not None and reading is not None:
             above, below = halves(inverse)
             between = (halves(rows(reading))[1] * decayed) @ left.transpose(-1, -2)
@@ -175,8 +175,8 @@ def whole_linear_attention(inputs: Inputs) -> Tensor:
     # Effect of a chunk on the state before it: step S + new. `step` is a matrix if the delta rule subtracts from S, else a factor per row.
     step = terms.left[..., None]
     if terms.taken is not None:
-        step = torch.diag_embed(terms.left.expand(*terms.left.shape[:-1], sizes.D)) - terms.kept @ terms.taken
-    states = _states_before(step, terms.kept @ terms.added)
+        step = torch.diag_embed(terms.left.expand(*terms.left.shape[:-1], sizes.D)) - terms.write @ terms.taken
+    states = _states_before(step, terms.write @ terms.added)
     new = terms.added if terms.taken is None else terms.added - terms.taken @ states
     output = (terms.read @ states + terms.scores @ new).unflatten(-2, (-1, sizes.G)).flatten(2, 3)
     return output[:, :, :tokens].transpose(1, 2).to(inputs.query.dtype).contiguous()

@@ -52,7 +52,7 @@ def _in_chunks(inputs: Inputs, states: Tensor, length: Tensor, packing: Packing,
     real = column < counts[:, None]
     place = torch.where(real, start[:, None] + column, 0)  # [B, T]
     padded = replace(inputs, **{name: x[place] for name, x in tensors_of(inputs).items()}, new_tokens=counts)  # type: ignore[arg-type]
-    held = torch.where((length > 0)[:, None, None, None], states[page], 0)
-    result, present = chunked_linear_attention(padded, held)
+    before = torch.where((length > 0)[:, None, None, None], states[page], 0)
+    result, present = chunked_linear_attention(padded, before)
     output[place[real]] = result.flatten(2, 3)[real].view(-1, *output.shape[1:])
     states[page] = present

@@ -16,10 +16,10 @@ LEAST = 2.2250738585072014e-308
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    present = {name for name, held in zip(LOCAL_LINEAR_ATTENTION.input_names(), node.input, strict=False) if held}
+    present = {name for name, source in zip(LOCAL_LINEAR_ATTENTION.input_names(), node.input, strict=False) if source}
     if fault := fault_of(present):
         raise UnsupportedError(f"{node.name or node.op_type}: {fault}.")
-    heads, kept, dim = dims["H"], dims["HK"], dims["D"]
+    heads, kv_heads, dim = dims["H"], dims["HK"], dims["D"]
     exact = "ridge" in present
 
     def attend(b: Scope, queries: Queries) -> str:
@@ -28,7 +28,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
         def grouped(x: str) -> str:
             """[B, M, H, D] as [B, HK, G * M, D]."""
-            return b.reshape(b("Transpose", x, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
+            return b.reshape(b("Transpose", x, perm=[0, 2, 1, 3]), 0, kv_heads, -1, dim)
 
         filled = b.unsqueeze(queries.filled, 0)
         key, value = (wide(b("Slice", f"present_{name}", [0], filled, [2])) for name in ("key", "value"))
@@ -40,13 +40,13 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
             logits = b("Add", b("Reshape", products, of_heads), b.cast(queries.mask, DOUBLE))  # [B, H, M, F]
         else:
             logits = b("Add", b("Reshape", b("MatMul", grouped(queries.query), turned), of_heads), queries.mask)
-        weights = b("Reshape", b("Softmax", logits, axis=-1), b.shape(0, kept, -1, filled))
+        weights = b("Reshape", b("Softmax", logits, axis=-1), b.shape(0, kv_heads, -1, filled))
         if exact:
             mean = b("MatMul", weights, key)
             total = b("ReduceLogSumExp", logits, [3], keepdims=1)  # [B, H, M, 1]
             added = b("Exp", b("Min", b("Neg", total), b.constant(LARGEST, "float64")))
             ridge = b("Mul", b.reshape(b.cast("ridge", DOUBLE), 1, heads, 1, 1), added)
-            ridge = b.reshape(ridge, 0, kept, -1, 1)
+            ridge = b.reshape(ridge, 0, kv_heads, -1, 1)
             right = _solved(b, (weights, key, turned, mean, ridge), b("Sub", mean, query))
         else:
             right = grouped(wide(b("GatherND", "correction", queries.token, batch_dims=1)))

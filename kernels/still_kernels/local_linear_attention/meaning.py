@@ -44,7 +44,7 @@ class Inputs(AttentionInputs):
         """Output [B, T, H, D] of query [B, T, H, D] at positions from `length`; keys and values [B, HK, .., D] include the new tokens."""
         wide = torch.float64 if self.correction is None else torch.promote_types(query.dtype, torch.float32)
         heads, dim = query.shape[2:]
-        kept = keys.shape[1]
+        kv_heads = keys.shape[1]
         outputs = []
         for start in range(0, query.shape[1], BLOCK):
             part = slice(start, min(start + BLOCK, query.shape[1]))
@@ -52,10 +52,10 @@ class Inputs(AttentionInputs):
 
             def grouped(x: Tensor, own: slice = part) -> Tensor:
                 """[B, T, H, D] as [B, HK, G * T, D]."""
-                return x[:, own].to(wide).unflatten(2, (kept, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+                return x[:, own].to(wide).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
             q, k, v = grouped(query), keys[:, :, :end].to(wide), values[:, :, :end].to(wide)
-            last = torch.arange(length + start, end, device=query.device).repeat(heads // kept)
+            last = torch.arange(length + start, end, device=query.device).repeat(heads // kv_heads)
             later = torch.arange(end, device=query.device) > last[:, None]
             logits = (q @ k.transpose(2, 3) * dim**-0.5).masked_fill(later, -torch.inf)
             weights, mean = logits.softmax(-1), None
@@ -64,13 +64,15 @@ class Inputs(AttentionInputs):
             else:
                 assert self.ridge is not None
                 mean = weights @ k
-                ridge = self.ridge.to(wide).view(1, kept, -1, 1).expand(len(q), -1, -1, end - length - start).flatten(2)
+                ridge = (
+                    self.ridge.to(wide).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, end - length - start).flatten(2)
+                )
                 ridge = ridge * (-logits.logsumexp(-1)).clamp_max(LARGEST).exp()
                 corrected = solved(weights, k, mean, mean - q, ridge[..., None])
             scores = corrected @ k.transpose(2, 3)
             scores = scores - (weights * scores).sum(-1, keepdim=True)
             mixed = (weights * (1 - scores)) @ v
-            outputs.append(mixed.unflatten(2, (heads // kept, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3))
+            outputs.append(mixed.unflatten(2, (heads // kv_heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3))
         return torch.cat(outputs, dim=1).to(query.dtype) if outputs else torch.zeros_like(query)
 
 

@@ -129,10 +129,10 @@ def _super_blocks(b: Scope, bits: int, dims: Mapping[str, int]) -> str:
     def part(value: str, axis: int, begin: int, end: int) -> str:
         return b("Slice", value, [begin], [end], [axis])
 
-    held = b.reshape(b.cast("blocks", TensorProto.UINT32), tiles, supers, -1)  # words of TILE outputs
-    whole = b.reshape(fields(b, part(held, 2, 0, 32), (0, 8, 16, 24), 8), tiles, supers, 16, TILE)
+    packed = b.reshape(b.cast("blocks", TensorProto.UINT32), tiles, supers, -1)  # words of TILE outputs
+    whole = b.reshape(fields(b, part(packed, 2, 0, 32), (0, 8, 16, 24), 8), tiles, supers, 16, TILE)
     numbers = b.reshape(b.cast("scales", FLOAT), tiles, supers, -1, TILE)
-    words = part(held, 2, 32, TILE * WORDS[bits])
+    words = part(packed, 2, 32, TILE * WORDS[bits])
     if bits == 4:
         steps = b("Mul", part(whole, 2, 0, 8), part(numbers, 2, 0, 1))
         least = b("Mul", part(whole, 2, 8, 16), part(numbers, 2, 1, 2))

@@ -60,8 +60,8 @@ def _write_chunks(b: Scope, layer: Layer, x: Mapping[str, str], output: str, pre
         blocks_of(b, x[t.name], missing, layer.size if t.name == "value" else dim)
         for t in RANK_ONE_ATTENTION.inputs[:-1]
     )
-    asked = b("Concat", b.unsqueeze(query, 2), b.unsqueeze(reading, 2), axis=2)  # [N, C, 2, D]
-    both = b.reshape(terms_of(b, replace(layer, shared=2), asked, key, decay, None).scores, -1, CHUNK, 2, CHUNK)
+    queries = b("Concat", b.unsqueeze(query, 2), b.unsqueeze(reading, 2), axis=2)  # [N, C, 2, D]
+    both = b.reshape(terms_of(b, replace(layer, shared=2), queries, key, decay, None).scores, -1, CHUNK, 2, CHUNK)
     of_queries, of_readings = (b("Gather", both, i, axis=2) for i in (0, 1))
     written = terms_of(b, layer, b.unsqueeze(query, 2), writing, decay, b.constant([-1.0], "float32"), reading)
     assert written.prefix is not None and written.suffix is not None and written.inverse is not None

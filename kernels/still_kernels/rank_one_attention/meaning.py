@@ -57,8 +57,8 @@ def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, T
     """
     x = {name: blocks(tensor) for name, tensor in inputs.spread(state).items()}  # [B, H, chunks, C, ...]
     query, key, value, reading, writing = (x[n] for n in ("query", "key", "value", "read_key", "write_key"))
-    asked = torch.stack((query, reading), dim=-2)
-    of_keys = within_chunks(asked, key, x["decay"], None).scores.unflatten(-2, (-1, 2))
+    queries = torch.stack((query, reading), dim=-2)
+    of_keys = within_chunks(queries, key, x["decay"], None).scores.unflatten(-2, (-1, 2))
     written = within_chunks(query[..., None, :], writing, x["decay"], -reading)
     start, to_end = written.prefix.exp(), written.suffix.exp()
     assert written.inverse is not None
@@ -69,7 +69,7 @@ def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, T
         read=query * start,
         scores=torch.cat((written.scores, of_keys[..., 0, :]), dim=-1),
         left=start[..., -1, :],
-        kept=(torch.cat((writing, key), dim=-2) * torch.cat((to_end, to_end), dim=-2)).transpose(-1, -2),
+        write=(torch.cat((writing, key), dim=-2) * torch.cat((to_end, to_end), dim=-2)).transpose(-1, -2),
     )
     output, present = over_chunks(terms, state, inputs.query.shape[1], 1)
     return output.squeeze(3).to(inputs.query.dtype).contiguous(), present

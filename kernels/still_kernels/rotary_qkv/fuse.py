@@ -38,7 +38,7 @@ def _rotation(part: Result) -> _Rotation:
     x = Op("Reshape", part, ...)
     halves = Op("Split", x, ..., outputs=2, check=on_last)
     turned = Op("Concat", Op("Neg", halves[1]), halves[0], check=on_last)
-    cos, sin = (Op(("Reshape", "Unsqueeze"), angles, ..., kept=True) for angles in ANGLES)
+    cos, sin = (Op(("Reshape", "Unsqueeze"), angles, ..., shared=True) for angles in ANGLES)
     total = Op("Add", Op("Mul", x, cos), Op("Mul", turned, sin))
     return _Rotation(part, x, turned, halves, (cos, sin), total, Op("Reshape", total, ...))
 

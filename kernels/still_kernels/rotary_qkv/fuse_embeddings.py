@@ -24,7 +24,7 @@ PRODUCTS = ("MatMul", MATMUL_NBITS.name, LOW_RANK_MATMUL.name)
 
 WHOLE, COS, SIN = (Val(lambda value: rank(value) == 3) for _ in range(3))
 SPLIT = Op("Split", WHOLE, ..., outputs=3, check=on_last)
-HALVES = [Op("Split", angles, ..., outputs=2, kept=True, check=on_last)[0] for angles in (COS, SIN)]
+HALVES = [Op("Split", angles, ..., outputs=2, shared=True, check=on_last)[0] for angles in (COS, SIN)]
 QUERY, KEY = (Op("RotaryEmbedding", SPLIT[part], *HALVES) for part in range(2))
 PARTS = QUERY, KEY, SPLIT[2]
 SOURCE, BIAS = Val(), Val(lambda value: is_weight(value) and rank(value) == 1)
@@ -45,10 +45,10 @@ def _fits(match: Match) -> bool:
 def _gated(match: Match) -> bool:
     """Whether the layer has a gate: another product of the same tokens, without other readers."""
     whole, source = match.value(WHOLE), match.value(SOURCE)
-    product, beside = whole.producer(), source.producer()
-    if product is None or beside is None or beside is product or beside.op_type not in PRODUCTS:
+    product, other = whole.producer(), source.producer()
+    if product is None or other is None or other is product or other.op_type not in PRODUCTS:
         return False
-    alone = len(source.uses()) == 1 and not source.is_graph_output() and beside.inputs[0] is product.inputs[0]
+    alone = len(source.uses()) == 1 and not source.is_graph_output() and other.inputs[0] is product.inputs[0]
     bias = [match.value(BIAS)] if BIAS in match else []
     return alone and in_half(whole, source, *bias) and width(match.value(GATE)) == width(source) > 0 and _fits(match)
 

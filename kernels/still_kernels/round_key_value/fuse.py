@@ -27,16 +27,16 @@ def _is_steps(value: ir.Value) -> bool:
     return tensor is not None and tensor.size == 1 and float(tensor.numpy().item()) == STEPS
 
 
-def _rounded(given: Val) -> Op:
+def _rounded(value: Val) -> Op:
     """The nodes of still_kernels.codes.rounded for a value."""
-    wide, steps = Op("Cast", given), Val(_is_steps)
+    wide, steps = Op("Cast", value), Val(_is_steps)
     largest = Op("Clip", Op("ReduceMax", Op("Abs", wide), ...), ...)
     scale = Op("Div", largest, Either(Op("Expand", steps, ...), steps))
     return Op("Cast", Op("Mul", Op("Round", Op("Div", wide, scale)), scale))
 
 
-GIVEN = Val(lambda value: rank(value) == 4), Val(lambda value: rank(value) == 4)
-ROUNDED = _rounded(GIVEN[0]), _rounded(GIVEN[1])
+SOURCES = Val(lambda value: rank(value) == 4), Val(lambda value: rank(value) == 4)
+ROUNDED = _rounded(SOURCES[0]), _rounded(SOURCES[1])
 
 
 def _attention(match: Match) -> ir.Node | None:
@@ -50,7 +50,7 @@ def _attention(match: Match) -> ir.Node | None:
 
 
 def _is_pair(match: Match) -> bool:
-    both = [*match.results, *(match.value(given) for given in GIVEN)]
+    both = [*match.results, *(match.value(source) for source in SOURCES)]
     alike = width(both[0]) > 0 and all(value.shape == both[0].shape for value in both)
     return alike and in_half(*both) and _attention(match) is not None
 
@@ -59,7 +59,7 @@ def _replace(match: Match) -> Sequence[ir.Value]:
     attention = _attention(match)
     assert attention is not None
     name = f"{attention.name}.rounding"
-    return match.add(ROUND_KEY_VALUE.name, [match.value(x) for x in GIVEN], name=name, domain=DOMAIN, outputs=2)
+    return match.add(ROUND_KEY_VALUE.name, [match.value(x) for x in SOURCES], name=name, domain=DOMAIN, outputs=2)
 
 
 PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)

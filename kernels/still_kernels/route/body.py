@@ -53,8 +53,8 @@ def _of_best_groups(b: Scope, rank: str, groups: int, size: int, top: int) -> st
     _, taken = b.multi("TopK", of_groups, [top], out=2, axis=-1)
     ones = b("ConstantOfShape", b("Shape", taken), value=helper.make_tensor("one", FLOAT, [1], [1.0]))
     mask = b("ScatterElements", b("Mul", of_groups, 0.0), taken, ones, axis=-1)
-    kept = b("Where", b("Greater", b.unsqueeze(mask, 3), 0.0), apart, NEVER)
-    return b.reshape(kept, 0, 0, groups * size)
+    masked = b("Where", b("Greater", b.unsqueeze(mask, 3), 0.0), apart, NEVER)
+    return b.reshape(masked, 0, 0, groups * size)
 
 
 BODY = Body(function_body, ("E",))

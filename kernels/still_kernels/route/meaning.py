@@ -44,16 +44,16 @@ class Inputs:
             )
 
 
-def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def naive_route(inputs: Inputs, choices: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Experts int32 [B, T, K], the best first, and their weights [B, T, K] in at least float32.
 
-    told: Experts to use instead of the best ones, [B, T, K]; -1: the best.
+    choices: Experts to use instead of the best ones, [B, T, K]; -1: the best.
     """
     inputs.check()
     scores, (*_, rank) = _ranked(inputs)
     expert = _largest(rank, inputs.k)
-    if told is not None:
-        expert = torch.where(told < 0, expert, told.to(expert.dtype))
+    if choices is not None:
+        expert = torch.where(choices < 0, expert, choices.to(expert.dtype))
     weight = scores.gather(-1, expert)
     if inputs.normalize:
         weight = weight / (weight.sum(-1, keepdim=True) + inputs.epsilon)
@@ -96,8 +96,8 @@ def _ranked(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
     apart = rank.unflatten(-1, (inputs.groups, -1))
     of_groups = apart.topk(min(BEST, apart.shape[-1])).values.sum(-1)
     taken = _largest(of_groups, inputs.top_groups)
-    kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, taken, True)
-    return scores, [of_groups, torch.where(kept[..., None], apart, -torch.inf).flatten(-2)]
+    best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, taken, True)
+    return scores, [of_groups, torch.where(best[..., None], apart, -torch.inf).flatten(-2)]
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -63,7 +63,7 @@ class RoutingTies:
         margins (root mean square)."""
         found = {}
         for key, exact in scores.items():
-            margins, went, other = exact[:, :, :-1], exact[:, :, -1] > 0, own[key][:, :, :-1]
+            margins, chosen, other = exact[:, :, :-1], exact[:, :, -1] > 0, own[key][:, :, :-1]
             with np.errstate(invalid="ignore"):  # rejected groups are at infinity
                 error = np.where(np.isfinite(margins) & np.isfinite(other), other - np.float64(margins), 0)
             usual = self.usual(error, np.isfinite(margins) & np.isfinite(other))
@@ -71,10 +71,10 @@ class RoutingTies:
             lead = _relative(margins, error, usual, first, second).min(-1)
             turned_before = np.zeros(lead.shape, bool)
             for rank in range(margins.shape[2]):  # groups, then experts where groups are the same
-                ours, taken = margins[:, :, rank] > 0, margins[:, :, rank]
+                best, taken = margins[:, :, rank] > 0, margins[:, :, rank]
                 last = rank == margins.shape[2] - 1
-                dropped = np.where(ours & ~went, taken, -np.inf) if last else np.where(ours, -taken, -np.inf)
-                added = np.where(went & ~ours & np.isfinite(taken), -taken, -np.inf)
+                dropped = np.where(best & ~chosen, taken, -np.inf) if last else np.where(best, -taken, -np.inf)
+                added = np.where(chosen & ~best & np.isfinite(taken), -taken, -np.inf)
                 turned = np.isfinite(added).any(-1) & ~turned_before
                 turned_before |= turned
                 places = dropped.argmax(-1)[..., None], added.argmax(-1)[..., None]

@@ -9,12 +9,12 @@ import onnx
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import checked_counts
-from still_kernels.linear_attention.body.chunks import CHUNK, Held, write_chunks
+from still_kernels.linear_attention.body.chunks import CHUNK, SecondState, write_chunks
 from still_kernels.linear_attention.body.layer import Layer, Tensors, write_step
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 assert CHUNK == ROUTED_CHUNK
-RUN, HELD = "past_routed_state", "past_chunk_state"
+RUN, CHUNK_STATE = "past_routed_state", "past_chunk_state"
 Of = Callable[[Scope, str], Tensors]
 Keys = Callable[[Scope, str], str]
 
@@ -69,11 +69,13 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     return b.function(ROUTED_ATTENTION, node, {"": opset})
 
 
-def _closed(s: Scope, run: str, held: str, ends: str, softmax: str, out: tuple[str, ...] = ()) -> tuple[str, str]:
+def _closed(
+    s: Scope, run: str, chunk_state: str, ends: str, softmax: str, out: tuple[str, ...] = ()
+) -> tuple[str, str]:
     """Both states for the next chunk; `ends` and `softmax` [B, 1 or H, 1, 1]."""
-    both = s("Where", s("Greater", softmax, 0.5), held, run)
+    both = s("Where", s("Greater", softmax, 0.5), chunk_state, run)
     names = out or (s.fresh("run"), s.fresh("held"))
-    return s("Where", ends, both, run, out=names[0]), s("Where", ends, both, held, out=names[1])
+    return s("Where", ends, both, run, out=names[0]), s("Where", ends, both, chunk_state, out=names[1])
 
 
 def _step(
@@ -82,15 +84,15 @@ def _step(
     _, past, new = counts
     first = s("Mul", past, 0)  # [B, 1]
     x = tensors(s, first)
-    output, run, held = s.fresh("output"), s.fresh("run"), HELD
+    output, run, chunk_state = s.fresh("output"), s.fresh("run"), CHUNK_STATE
     write_step(s, layer, x, output, run, RUN)
     if keep:
-        held = s("Mul", HELD, s("Exp", str(x.decay)))
+        chunk_state = s("Mul", CHUNK_STATE, s("Exp", str(x.decay)))
     end = s("Add", past, new)
     ends = s("And", s("Equal", s("Mod", end, CHUNK), 0), s("Greater", new, 0))
-    told = s("Squeeze", of_heads(s, softmax(s, first)), [1])
+    decision = s("Squeeze", of_heads(s, softmax(s, first)), [1])
     names = "present_routed_step", "present_chunk_step"
-    return s("Squeeze", output, [3]), *_closed(s, run, held, s.unsqueeze(ends, 2, 3), told, names)
+    return s("Squeeze", output, [3]), *_closed(s, run, chunk_state, s.unsqueeze(ends, 2, 3), decision, names)
 
 
 def _chunks(
@@ -107,12 +109,14 @@ def _chunks(
         "softmax": s("Transpose", of_heads(s, softmax(s, last)), perm=[1, 0, 2, 3, 4]),
     }
 
-    def close(c: Scope, run: str, held: str, chunk: Mapping[str, str]) -> tuple[str, str]:
-        return _closed(c, run, held, c("Greater", chunk["ends"], 0.5), chunk["softmax"])
+    def close(c: Scope, run: str, chunk_state: str, chunk: Mapping[str, str]) -> tuple[str, str]:
+        return _closed(c, run, chunk_state, c("Greater", chunk["ends"], 0.5), chunk["softmax"])
 
     names = "present_routed_chunks", "present_chunk_chunks"
     output = s.fresh("output")
-    write_chunks(s, layer, tensors(s, place), output, names[0], RUN, Held(HELD, names[1], fed, close, keep))
+    write_chunks(
+        s, layer, tensors(s, place), output, names[0], RUN, SecondState(CHUNK_STATE, names[1], fed, close, keep)
+    )
     back = s.unsqueeze(s("Add", s.arange(tokens), off), 2)  # [B, T, 1]
     return s("Squeeze", s("GatherND", output, back, batch_dims=1), [3]), *names
 

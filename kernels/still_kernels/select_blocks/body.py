@@ -87,12 +87,12 @@ def _sums(b: Scope, key: str, past: str, new: str, tokens: str, stride: int, dim
     last = b("Div", b("Sub", end, 1), stride)
     row = b("Max", b("Min", b("Add", b("Div", past, stride), b.arange(count)), last), 0)  # [B, R]
     place = b("Sub", b("Add", b("Mul", b.unsqueeze(row, 2), stride), b.arange(stride)), b.unsqueeze(past, 2))
-    brings = b("And", b("GreaterOrEqual", place, 0), b("Less", place, b.unsqueeze(new, 2)))  # [B, R, stride]
-    index = b.reshape(b("Where", brings, place, 0), 0, -1, 1)
+    is_new = b("And", b("GreaterOrEqual", place, 0), b("Less", place, b.unsqueeze(new, 2)))  # [B, R, stride]
+    index = b.reshape(b("Where", is_new, place, 0), 0, -1, 1)
     # A call without tokens gathers an empty one.
     padded = b("Pad", key, [0, 0, 0, 0, 0, 1, 0, 0], 0.0)
     taken = b("Reshape", b("GatherND", padded, index, batch_dims=1), b.shape(0, -1, stride, heads, dim))
-    fresh = b("Where", b.unsqueeze(brings, 3, 4), taken, 0.0)
+    fresh = b("Where", b.unsqueeze(is_new, 3, 4), taken, 0.0)
     added = b("ReduceSum", fresh, [2], keepdims=0)  # [B, R, HK, D]
     lead = b("Concat", batch, count, [heads, 1], axis=0)
     parts = (b.reshape(b.arange(batch), -1, 1, 1, 1), b.reshape(b.arange(heads), 1, 1, -1, 1), b.unsqueeze(row, 2, 3))

@@ -84,8 +84,8 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
             blocks[row, part, :, : chosen.shape[-1]] = chosen.transpose(0, 1)
             if watch:
                 margins[row, part, : scores.shape[-1]] = _margins(scores, chosen).permute(1, 2, 0)
-    told = watch(margins.flatten(2)[:, :, None]) if watch else None
-    return blocks if told is None else _replaced(blocks, told, most), present
+    choices = watch(margins.flatten(2)[:, :, None]) if watch else None
+    return blocks if choices is None else _replaced(blocks, choices, most), present
 
 
 def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -105,16 +105,16 @@ def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(decided, lead, torch.where(taken, torch.inf, -torch.inf))
 
 
-def _replaced(blocks: Tensor, told: Tensor, most: int) -> Tensor:
-    """`blocks` [B, T, HK, slots] with at most `most` replaced blocks for tokens in `told`."""
+def _replaced(blocks: Tensor, choices: Tensor, most: int) -> Tensor:
+    """`blocks` [B, T, HK, slots] with at most `most` replaced blocks for tokens in `choices`."""
     heads, slots = blocks.shape[2:]
     end = most * heads
-    places = torch.where((told < 0) | (told >= end), end, told)
-    read = torch.zeros(*told.shape[:2], end + 1, dtype=torch.bool, device=told.device).scatter_(-1, places, True)
+    places = torch.where((choices < 0) | (choices >= end), end, choices)
+    read = torch.zeros(*choices.shape[:2], end + 1, dtype=torch.bool, device=choices.device).scatter_(-1, places, True)
     read = read[..., :end].unflatten(-1, (most, heads)).transpose(2, 3)
-    found = torch.where(read, torch.arange(most, device=told.device), most).sort(-1).values[..., :slots]
+    found = torch.where(read, torch.arange(most, device=choices.device), most).sort(-1).values[..., :slots]
     found = torch.nn.functional.pad(found.where(found < most, -1), (0, slots - found.shape[-1]), value=-1)
-    return torch.where((told >= 0).any(-1)[..., None, None], found.to(blocks.dtype), blocks)
+    return torch.where((choices >= 0).any(-1)[..., None, None], found.to(blocks.dtype), blocks)
 
 
 def means(sums: Tensor, stride: int, kernel: int, row: int) -> Tensor:

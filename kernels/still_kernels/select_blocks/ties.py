@@ -38,10 +38,10 @@ class BlockTies(RoutingTies):
         apart = _finite(self._apart(scores))
         found = super().leads(apart, self._apart(own), counts * self.heads)
         for key, x in apart.items():
-            margins, went = x[:, :, 0], x[:, :, 1] > 0
+            margins, chosen = x[:, :, 0], x[:, :, 1] > 0
             near = np.abs(margins).min(-1, initial=ENDLESS)
             open_ = ((near > EQUAL) & (near < ENDLESS)) | (found[key] < 0)
-            other = ((margins > 0).sum(-1) != went.sum(-1)) & (np.arange(x.shape[1]) < counts[:, None] * self.heads)
+            other = ((margins > 0).sum(-1) != chosen.sum(-1)) & (np.arange(x.shape[1]) < counts[:, None] * self.heads)
             found[key] = np.where(other, -np.inf, np.where(open_, found[key], np.inf))
         return found
 

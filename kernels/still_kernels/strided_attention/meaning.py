@@ -62,8 +62,8 @@ def strided_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
 
 def _attend(inputs: Inputs, row: int, part: slice, past: int, keys: Tensor, values: Tensor) -> Tensor:
     """Output [T, H, D] for a block of a sequence's tokens; keys and values [HK, rows, D] in at least float32."""
-    wide, kept = keys.dtype, keys.shape[0]
-    query = inputs.query[row, part].to(wide).unflatten(1, (kept, -1)).permute(1, 2, 0, 3)  # [HK, G, T, D]
+    wide, kv_heads = keys.dtype, keys.shape[0]
+    query = inputs.query[row, part].to(wide).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [HK, G, T, D]
     own_key, own_value = (x[row, part].to(wide).transpose(0, 1)[:, None] for x in (inputs.key, inputs.value))
     chunk = torch.arange(past + part.start, past + part.stop, device=keys.device) // inputs.row_tokens
     later = torch.arange(keys.shape[1], device=keys.device) >= chunk[:, None]

@@ -39,8 +39,8 @@ def halved(split: ir.Node) -> bool:
 
 def has_codes(node: ir.Node) -> bool:
     """Whether a node is a still product with a low-bit weight."""
-    held = node.inputs[CODES] if node.op_type == DENSE_MATMUL.name and len(node.inputs) > CODES else None
-    return node.domain == DOMAIN and (node.op_type == MATMUL_NBITS.name or held is not None)
+    codes = node.inputs[CODES] if node.op_type == DENSE_MATMUL.name and len(node.inputs) > CODES else None
+    return node.domain == DOMAIN and (node.op_type == MATMUL_NBITS.name or codes is not None)
 
 
 def is_low_bit(value: ir.Value | None) -> bool:

@@ -69,8 +69,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     # Writes to the states come after all reads of them.
     brought = b("Greater", new, 0)
     for name, found in zip(STATES, states, strict=True):
-        asked = brought if name == "momentum_sum" else b.unsqueeze(brought, 2, 3, 4)
-        b("Where", asked, found, f"past_{name}", out=f"present_{name}")
+        has_tokens = brought if name == "momentum_sum" else b.unsqueeze(brought, 2, 3, 4)
+        b("Where", has_tokens, found, f"past_{name}", out=f"present_{name}")
     # Each token's piece and slot.
     by_slot = b.reshape(results, 0, 0, heads, -1, queries, dim)
     by_slot = b("Transpose", by_slot, perm=[1, 0, 3, 2, 4, 5])  # [B, pieces, S, H, G, D]

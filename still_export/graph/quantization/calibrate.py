@@ -84,7 +84,7 @@ def read_rows(paths: Sequence[str], tokenizer: Any, vocab_size: int) -> Texts:
 def calibrate(
     source: Source,
     forms: Mapping[str, Form],
-    asked: Quantization,
+    policy: Quantization,
     texts: Texts,
     budget: float | None = None,
     say: Callable[[str, int, int], None] = lambda step, done, total: None,
@@ -92,18 +92,19 @@ def calibrate(
     """Round the 4-bit weights in advance.
 
     Args:
-        budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
-        say: Called with each step, how much of it is done, and how much there is.
+        budget: Largest relative growth of the loss on held-out text. Weights with the largest loss for their bytes get 8 bits. None: no
+            limit.
+        say: Called with each step, the work done, and the total.
 
     Returns:
-        All forms, those of rounded weights with their codes or with 8 bits, and what the manifest says of it.
+        (forms, entry): all forms, with codes or 8 bits for rounded weights; and an entry for the manifest.
 
     Raises:
         ConfigError: No weight is rounded to 4 bits; or the budget cannot be met.
-        UnsupportedError: A weight multiplies values that are no numbers.
+        UnsupportedError: The inputs of a weight are not finite.
         ModuleNotFoundError: The library is missing.
     """
-    if asked.method == GPTQ:
+    if policy.method == GPTQ:
         demand(LIBRARY)
     wanted = {n: form for n, form in forms.items() if form.bits == 4 and form.base is not None and form.method != EXACT}
     if not wanted:
@@ -112,19 +113,19 @@ def calibrate(
             "source's own codes, or have 8 bits. Leave them out, or merge an adapter with --lora merged."
         )
     say("reading the model to calibrate", 0, 0)
-    rounding = Rounding(source, wanted, asked, say)
-    said: dict[str, Any] = {"tokens": texts.calibration.numel()}
+    rounding = Rounding(source, wanted, policy, say)
+    entry: dict[str, Any] = {"tokens": texts.calibration.numel()}
     wide: list[str] = []
     with pytorch_forms():  # backward needs kernels for every layer, which not every device has
         if budget is None:
             rounding.by_library(texts.calibration)
         else:
             wide, lost = _choose_wide(rounding, texts, budget)
-            said |= {"budget": budget, "loss": lost, "eight_bits": wide}
+            entry |= {"budget": budget, "loss": lost, "eight_bits": wide}
     # Experts are in no linear layer; they are rounded to nearest when written.
     left = {n: replace(form, method=DEFAULT_METHOD) for n, form in wanted.items() if form.method == GPTQ}
     made = {name: replace(wanted[name], codes=codes) for name, codes in rounding.made.items()}
-    return {**forms, **left, **made, **{name: _in_eight(wanted[name]) for name in wide}}, said
+    return {**forms, **left, **made, **{name: _in_eight(wanted[name]) for name in wide}}, entry
 
 
 def loss_of(model: Any, rows: Tensor) -> float:
@@ -162,10 +163,10 @@ def _choose_wide(rounding: Rounding, texts: Texts, budget: float) -> tuple[list[
     whole = loss_of(model, rows)
     rounding.to_nearest()
     harms = {name: harm / _predicted(rows) / whole for name, harm in rounding.harms(rows).items()}
-    order = sorted(harms, key=lambda name: harms[name] / rounding.kept[name].numel(), reverse=True)
+    order = sorted(harms, key=lambda name: harms[name] / rounding.originals[name].numel(), reverse=True)
     expected = [sum(harms[name] for name in order[count:]) for count in range(len(order) + 1)]
     least = 0
-    if rounding.asked.method == GPTQ:
+    if rounding.policy.method == GPTQ:
         # Certain 8-bit weights are set before later layers are calibrated on their outputs.
         least = next(count for count, lost in enumerate(expected) if lost <= GAIN * budget or count == len(order))
         rounding.by_library(texts.calibration, order[:least])
@@ -208,27 +209,27 @@ def _predicted(rows: Tensor) -> int:
 
 
 class Rounding:
-    """A model in float32 whose weights are rounded to 4 bits, and given to it in one form or the other.
+    """A float32 model whose weights can be switched between their original, 4-bit and 8-bit values.
 
-    layers, kept, made: Its linear layers, their weights as they were, and the codes, by name.
+    layers, originals, made: Its linear layers, their original weights, and the 4-bit codes, by name.
 
     Args:
-        wanted: Forms of the weights; those of other modules, such as experts, are left alone.
+        wanted: Forms of the weights; those outside of linear layers, such as experts, do not change.
     """
 
     def __init__(
-        self, source: Source, wanted: Mapping[str, Form], asked: Quantization, say: Callable[[str, int, int], None]
+        self, source: Source, wanted: Mapping[str, Form], policy: Quantization, say: Callable[[str, int, int], None]
     ) -> None:
-        self.wanted, self.asked, self.say = wanted, asked, say
+        self.wanted, self.policy, self.say = wanted, policy, say
         self.model = source.model({name: value_of(weight).float() for name, weight in source.weights.items()})
         self.device = _roomy_device(sum(parameter.numel() for parameter in self.model.parameters()))
         self.model.requires_grad_(False).to(self.device)
         named = {id(parameter): name for name, parameter in self.model.named_parameters()}
         linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         self.layers = {name: layer for layer in linear if (name := named.get(id(layer.weight), "")) in wanted}
-        self.kept = {name: layer.weight.data for name, layer in self.layers.items()}
+        self.originals = {name: layer.weight.data for name, layer in self.layers.items()}
         self.made: dict[str, BlockWeight] = {}
-        self._given = dict.fromkeys(self.layers, 0)  # bits, 0: as it was
+        self._bits = dict.fromkeys(self.layers, 0)  # 0: the original values
 
     def base(self, name: str) -> Tensor:
         """The part of a weight that is rounded, [N, K]: without LoRA pairs that stay separate."""
@@ -241,7 +242,7 @@ class Rounding:
         made, whole = self.made.get(name), self.wanted[name].base
         if bits == 8:
             assert whole is not None
-            made = StoredWeight(name, whole, _in_eight(self.wanted[name]), self.asked, "", {}).made
+            made = StoredWeight(name, whole, _in_eight(self.wanted[name]), self.policy, "", {}).made
         assert made is not None
         return torch.from_numpy(made.dequantized()).to(self.device) - self.base(name)
 
@@ -251,15 +252,15 @@ class Rounding:
             self._give(name, 8 if name in wide else 4)
 
     def _give(self, name: str, bits: int) -> None:
-        if self._given[name] != bits:
+        if self._bits[name] != bits:
             change = self.change(name, bits) if bits else 0
-            self.layers[name].weight.data, self._given[name] = self.kept[name] + change, bits
+            self.layers[name].weight.data, self._bits[name] = self.originals[name] + change, bits
 
     def to_nearest(self) -> None:
         """Make codes by rounding to nearest, without text."""
         for name in self.layers:
             self.say("rounding", len(self.made), len(self.layers))
-            self.made[name] = quantize(self.base(name).cpu(), 4, self.asked.block_size, self.asked.layout.zero_points)
+            self.made[name] = quantize(self.base(name).cpu(), 4, self.policy.block_size, self.policy.layout.zero_points)
 
     def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
         """Make GPTQ codes for all weights except `wide` (8 bits), each right before the model multiplies with it, on activations of
@@ -270,7 +271,7 @@ class Rounding:
 
         def before(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if name not in done:
-                self.made[name] = by_library(name, self.base(name), inputs[0].flatten(0, -2), self.asked)
+                self.made[name] = by_library(name, self.base(name), inputs[0].flatten(0, -2), self.policy)
                 self._give(name, 4)
                 done.add(name)
                 self.say("calibrating", len(done), len(self.layers))
@@ -313,7 +314,7 @@ class Rounding:
                 handle.remove()
 
 
-def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -> BlockWeight:
+def by_library(name: str, weight: Tensor, inputs: Tensor, policy: Quantization) -> BlockWeight:
     """`weight` [N, K] in blocks by GPTQModel, for inputs [T, K]."""
     if not bool(inputs.isfinite().all()):
         raise UnsupportedError(
@@ -326,18 +327,18 @@ def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -
 
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
         layer.weight.data = weight
-        how = {"bits": 4, "group_size": asked.block_size, "sym": not asked.layout.zero_points, "desc_act": False}
+        how = {"bits": 4, "group_size": policy.block_size, "sym": not policy.layout.zero_points, "desc_act": False}
         rounder = Rounder(layer, QuantizeConfig(**how, offload_to_disk=False, fallback=None))
         rounder.quantizer.configure(perchannel=True)
         rounder.add_batch(inputs, None)
         values, scales, zero = (found.cpu() for found in rounder.quantize()[:3])
-    groups = values.float().unflatten(1, (-1, asked.block_size))
+    groups = values.float().unflatten(1, (-1, policy.block_size))
     codes = torch.round(groups / scales[..., None] + zero[..., None])
     assert torch.equal((codes - zero[..., None]) * scales[..., None], groups), name
     return BlockWeight(
         pack(codes.numpy().astype(np.uint8), 4),
         scales.float().contiguous().numpy(),
-        pack(zero.numpy().astype(np.uint8), 4) if asked.layout.zero_points else None,
+        pack(zero.numpy().astype(np.uint8), 4) if policy.layout.zero_points else None,
         4,
     )
 

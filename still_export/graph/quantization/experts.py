@@ -32,12 +32,12 @@ class StackedWeight:
         UnsupportedError: The target's 8 bits have no blocks, which the op has.
     """
 
-    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization, rounded: dict[str, float]) -> None:
-        if form.bits > 4 and not asked.layout.blocks_of_eight:
+    def __init__(self, name: str, weight: Weight, form: Form, policy: Quantization, rounded: dict[str, float]) -> None:
+        if form.bits > 4 and not policy.layout.blocks_of_eight:
             raise UnsupportedError(
-                f"--to {asked.to} has no experts of {form.bits} bits ({name}). Export with --quantize int4 or --to onnx."
+                f"--to {policy.to} has no experts of {form.bits} bits ({name}). Export with --quantize int4 or --to onnx."
             )
-        self.name, self.weight, self.form, self.asked, self.rounded = name, weight, form, asked, rounded
+        self.name, self.weight, self.form, self.policy, self.rounded = name, weight, form, policy, rounded
         self.shape: tuple[int, ...] = tuple(weight.shape)
         self._made: list[BlockWeight] = []
 
@@ -54,7 +54,7 @@ class StackedWeight:
         return self._made
 
     def _one(self, read: Callable[[int], Tensor], number: int) -> BlockWeight:
-        size = self.asked.block_size
+        size = self.policy.block_size
         if self.form.method == EXACT:
             assert isinstance(self.weight, Deferred) and self.weight.blocks is not None
             return self.weight.blocks.read(number).split(size)
@@ -67,7 +67,7 @@ class StackedWeight:
     def stored(self, model: ir.Model, dtype: ir.DataType) -> list[ir.Value | None]:
         """Words of codes, scales, and words of zero points if any; writing the last drops the blocks."""
         experts, rows, inputs = self.shape
-        blocks, bits = inputs // self.asked.block_size, self.form.bits
+        blocks, bits = inputs // self.policy.block_size, self.form.bits
 
         def add(part: str, columns: int, kind: ir.DataType, read: Callable[[BlockWeight], np.ndarray]) -> ir.Value:
             def values() -> np.ndarray:
@@ -106,7 +106,7 @@ def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> No
         for weight in both:
             del model.graph.initializers[weight.name]
             inputs += weight.stored(model, dtype or ir.DataType.FLOAT)
-        sizes = {"bits": first.form.bits, "block_size": first.asked.block_size}
+        sizes = {"bits": first.form.bits, "block_size": first.policy.block_size}
         attributes = [*node.attributes.values(), *(ir.AttrInt64(name, value) for name, value in sizes.items())]
         made = ir.Node(EXPERTS_NBITS.domain, EXPERTS_NBITS.name, inputs, attributes, num_outputs=1, name=node.name)
         model.graph.insert_before(node, made)

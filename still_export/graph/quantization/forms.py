@@ -39,17 +39,16 @@ THIN, THIN_RATIO = 128, 4
 
 @dataclass(frozen=True)
 class Form:
-    """How a weight is stored: blocks of `base` (None: zero), beside which LoRA's `pairs` stay apart.
+    """How a weight is stored: blocks of `base` (None: zero), and separate LoRA `pairs`.
 
     Args:
-        bits: Of the codes, or HALF.
-        method: Who rounds: of policy.METHODS, EXACT, or "half".
-        base: What the blocks hold.
-        zero_points, offsets: The blocks have them.
-        half_scales: The scales are half precision numbers.
-        pairs: LoRA.
-        codes: The blocks, where they are made beforehand (calibrate.py).
-        super_blocks: They are K-quants.
+        bits: Bits of the codes, or HALF.
+        method: Rounding method: one of policy.METHODS, EXACT, or "half".
+        base: The weight in the blocks.
+        zero_points, offsets: Whether the blocks have them.
+        half_scales: Scales are half precision numbers.
+        codes: The blocks, if calibration computed them (calibrate.py).
+        super_blocks: The blocks are K-quants.
     """
 
     bits: int
@@ -65,42 +64,42 @@ class Form:
     @property
     def order(self) -> np.ndarray | None:
         """Order of the inputs [K] in the blocks; None: the weight's own."""
-        held = self.base.blocks if self.method == EXACT and isinstance(self.base, Deferred) else None
-        return None if held is None else held.order
+        blocks = self.base.blocks if self.method == EXACT and isinstance(self.base, Deferred) else None
+        return None if blocks is None else blocks.order
 
 
-def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
+def form_of(weight: Weight, role: str, policy: Quantization) -> Form | None:
     """The form of a weight with `role`; None: unchanged.
 
-    K-quants are taken over where kernels read them, other blocks of the source where they have no more bits than the policy gives and
-    its blocks divide them. Of 5 and 6 bits, which no other form has, 8 are kept: the file's maker gave those weights more.
+    K-quants stay where kernels read them. Other blocks of the source stay if they have at most the policy's bits and its blocks divide
+    them. Weights of 5 and 6 bits, for which there is no other form, get 8.
     """
-    bits = asked.bits(role)
+    bits = policy.bits(role)
     if bits is None:
         return None
     if bits == HALF:
         return Form(HALF, "half", weight)
-    if asked.float8 and weight.dim() != 2:
+    if policy.float8 and weight.dim() != 2:
         raise UnsupportedError("experts have no form in e4m3 (fp8). Export with --quantize int8.")
     base: Weight | None = weight
     pairs: tuple[Pair, ...] = ()
-    if asked.lora == "apart" and isinstance(weight, Deferred) and weight.adapted is not None:
+    if policy.lora == "apart" and isinstance(weight, Deferred) and weight.adapted is not None:
         base, pairs = weight.adapted.base, weight.adapted.pairs
     if base is None:
         return Form(bits, "lora", None, pairs=pairs)
     if isinstance(base, Deferred):
-        blocks, held = base.blocks, base.super_blocks
-        if held and asked.layout.super_blocks and weight.shape[0] % TILE == 0:
-            return Form(held.bits, EXACT, base, half_scales=True, pairs=pairs, super_blocks=True)
+        blocks, super_blocks = base.blocks, base.super_blocks
+        if super_blocks and policy.layout.super_blocks and weight.shape[0] % TILE == 0:
+            return Form(super_blocks.bits, EXACT, base, half_scales=True, pairs=pairs, super_blocks=True)
         # Rows have only one form: 8 bits without offsets.
         if (
             blocks
-            and blocks.float8 == asked.float8
-            and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
+            and blocks.float8 == policy.float8
+            and blocks.size % policy.block_of(blocks.bits, weight.shape[-1]) == 0
             and (
                 blocks.bits <= bits or base.bits < blocks.bits
             )  # the latter have fewer bits, which no narrower form stores
-            and (asked.layout.zero_points or not blocks.zero_points)
+            and (policy.layout.zero_points or not blocks.zero_points)
             and (
                 role != EMBEDDING
                 or (blocks.bits == 8 and not blocks.zero_points and not blocks.offsets and blocks.order is None)
@@ -108,60 +107,62 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of an expert have the same bits
         ):
             # TensorRT needs positive scales; a file's negative ones become offsets.
-            turned = asked.layout.nodes == DEQUANTIZED and weight.dim() == 2
+            turned = policy.layout.nodes == DEQUANTIZED and weight.dim() == 2
             offsets = blocks.offsets or (turned and blocks.negative)
             return Form(blocks.bits, EXACT, base, blocks.zero_points, offsets, blocks.half_scales, pairs)
         if base.bits in (5, 6):
             bits = 8
-    zero_points = bits < 8 and asked.layout.zero_points
-    method = asked.method if bits < 8 else DEFAULT_METHOD
-    return Form(bits, method, base, zero_points, False, asked.layout.half_scales, pairs)
+    zero_points = bits < 8 and policy.layout.zero_points
+    method = policy.method if bits < 8 else DEFAULT_METHOD
+    return Form(bits, method, base, zero_points, False, policy.layout.half_scales, pairs)
 
 
-def _widen_experts(weights: Weights, forms: dict[str, Form], asked: Quantization) -> None:
+def _widen_experts(weights: Weights, forms: dict[str, Form], policy: Quantization) -> None:
     """Give both matrices of a layer's experts the larger number of bits, because the op has one. Q4_K_M files have some in 6 bits."""
     stacks = [name for name in forms if weights[name].dim() > 2]
     for name in stacks:
         form, layer = forms[name], name.rpartition(".")[0]
         most = max(forms[other].bits for other in stacks if other.rpartition(".")[0] == layer)
         if form.bits < most:
-            forms[name] = Form(most, DEFAULT_METHOD, form.base, half_scales=asked.layout.half_scales, pairs=form.pairs)
+            forms[name] = Form(most, DEFAULT_METHOD, form.base, half_scales=policy.layout.half_scales, pairs=form.pairs)
 
 
-def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:
-    """The forms of all weights by name, and `asked` with the source's block size.
+def plan_forms(
+    weights: Weights, roles: Mapping[str, str], policy: Quantization
+) -> tuple[Quantization, dict[str, Form]]:
+    """Returns `policy` with the source's block size, and the forms of all weights by name.
 
-    Second matrices of low-rank layers whose few inputs no block divides have none: they stay as they are, which a warning says.
+    Second matrices of low-rank layers whose few inputs no block divides have no form: they stay unquantized, with a warning.
 
     Raises:
         UnsupportedError: The block size does not divide a wider weight.
     """
     known = [w for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
-    held = [(w.blocks.size, w.shape[-1]) for w in known if w.blocks and w.blocks.float8 == asked.float8]
-    asked = asked.fitted([size for size, inputs in held if size < inputs])
+    sizes = [(w.blocks.size, w.shape[-1]) for w in known if w.blocks and w.blocks.float8 == policy.float8]
+    policy = policy.fitted([size for size, inputs in sizes if size < inputs])
     forms: dict[str, Form] = {}
     thin: list[str] = []
     for name, weight in weights.items():
-        if (form := form_of(weight, roles[name], asked)) is None:
+        if (form := form_of(weight, roles[name], policy)) is None:
             continue
         inputs = weight.shape[-1]
-        block = 1 if form.bits == HALF or form.base is None else asked.block_of(form.bits, inputs)
+        block = 1 if form.bits == HALF or form.base is None else policy.block_of(form.bits, inputs)
         if not inputs % block:
             forms[name] = form
         elif weight.dim() == 2 and inputs < THIN and THIN_RATIO * inputs <= weight.shape[0]:
             thin.append(name)
         else:
             raise UnsupportedError(
-                f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
+                f"{name} has {inputs} inputs, which blocks of {policy.block_size} do not divide. "
                 "Choose another --quantize-block, or export without --quantize."
             )
-    _widen_experts(weights, forms, asked)
+    _widen_experts(weights, forms, policy)
     if thin:
         logging.getLogger(__name__).warning(
             "%d weights of low rank, whose few inputs blocks of %d do not divide, are not quantized: %s%s.",
             len(thin),
-            asked.block_size,
+            policy.block_size,
             ", ".join(thin[:3]),
             ", ..." if len(thin) > 3 else "",
         )
-    return asked, forms
+    return policy, forms

@@ -56,7 +56,7 @@ class Product(ABC):
         self.model, self.weights = model, weights
         self.name = TOGETHER.join(weight.name for weight in weights)
         first = weights[0]
-        self.form, self.asked, self.dtype, self.inputs = first.form, first.asked, first.dtype, first.inputs
+        self.form, self.policy, self.dtype, self.inputs = first.form, first.policy, first.dtype, first.inputs
         self.outputs = sum(weight.outputs for weight in weights)
         self.blocks = first.blocks if first.form.base is not None else 0
         self.offsets = any(weight.form.offsets for weight in weights)
@@ -82,7 +82,7 @@ class Product(ABC):
         """The product of `read` and the blocks, inserted before `node`."""
 
     @abstractmethod
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         """Stored parts of the blocks."""
 
     def _result(self, node: ir.Node) -> ir.Value:
@@ -128,7 +128,7 @@ class Product(ABC):
     def place(self) -> dict[str, Any] | None:
         """The manifest's entry on LoRA pairs that this product accepts at run time; None: none."""
         first = self.weights[0]
-        if not first.asked.adapters or first.role not in ADAPTED:
+        if not first.policy.adapters or first.role not in ADAPTED:
             return None
         names, outputs = zip(*((weight.name, weight.outputs) for weight in self.weights), strict=True)
         return {"weights": list(names), "inputs": self.inputs, "outputs": list(outputs)}
@@ -149,7 +149,7 @@ class Product(ABC):
     @cached_property
     def values(self) -> dict[str, ir.Value]:
         """Stored parts: blocks, `inner` and `outer`."""
-        found = self._held() if self.form.base is not None else {}
+        found = self._block_parts() if self.form.base is not None else {}
         if self.sums or self.rank:
             found |= self._thin(found)
         return found
@@ -159,8 +159,8 @@ class Product(ABC):
         """Columns of `inner` that belong to pairs."""
         return sum(weight.rank for weight in self.weights)
 
-    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
-        """`inner` and `outer`; `held` are the stored parts of the blocks."""
+    def _thin(self, parts: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """`inner` and `outer`; `parts`: those of the blocks."""
         rank = self.rank + (self.blocks if self.sums else 0)
         outer = self._stored("outer", [rank, self.outputs], self.dtype, self._outer)
         if not self.rank:
@@ -183,8 +183,8 @@ class Product(ABC):
 
         def read() -> np.ndarray:
             parts = [part(weight.made) for weight in self.weights]
-            held = [values for values in parts if values is not None]
-            values = np.concatenate(held) if len(held) > 1 else held[0]  # a head is large
+            arrays = [values for values in parts if values is not None]
+            values = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]  # a head is large
             return values.T if turned else values
 
         return read
@@ -198,7 +198,7 @@ class Product(ABC):
         return np.concatenate([*([self._offset_rows().T] if self.sums else []), self._pairs_outer()])
 
     def _block_sums(self) -> np.ndarray:
-        return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.asked.block_size, 1), np.float32))
+        return np.kron(np.eye(self.blocks, dtype=np.float32), np.ones((self.policy.block_size, 1), np.float32))
 
     def _offset_rows(self) -> np.ndarray:
         """Offsets [N, K / block], 0 for weights without."""
@@ -251,15 +251,15 @@ class BlockProduct(Product):
             "K": self.inputs,
             "N": self.outputs,
             "bits": self.form.bits,
-            "block_size": self.asked.block_size,
+            "block_size": self.policy.block_size,
             "accuracy_level": ACCURACY_LEVEL,
         }
         parts = [self.values[part] for part in ("blocks", "scales", "zero_points") if part in self.values]
         return add_node(self.model.graph, node, "MatMulNBits", [read, *parts], "blocks", attributes, CONTRIB)
 
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         found: dict[str, ir.Value] = {}
-        codes = [self.outputs, self.blocks, self.asked.block_size * self.form.bits // 8]
+        codes = [self.outputs, self.blocks, self.policy.block_size * self.form.bits // 8]
         found["blocks"] = self._stored("blocks", codes, ir.DataType.UINT8, self._below_each_other(lambda w: w.packed))
         scale_type, shape = self.weights[0].scale_type, [self.outputs, self.blocks]
         scales = self._stored("scales", shape, scale_type, self._below_each_other(lambda w: w.scales))
@@ -269,14 +269,13 @@ class BlockProduct(Product):
             found["zero_points"] = self._stored("zero_points", shape, ir.DataType.UINT8, self._below_each_other(read))
         return found
 
-    def _thin(self, held: dict[str, ir.Value]) -> dict[str, ir.Value]:
-        """Of half precision scales the offsets are stored in as many bits: as what codes of 0 stand for, which is what files of such
-        scales hold. The sums over blocks are stored once. ONNX Runtime puts them together once, when it loads the graph."""
+    def _thin(self, parts: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """With half precision scales, offsets are stored in half precision too, as the values of code 0; ONNX Runtime adds them at load."""
         scale_type = self.weights[0].scale_type
         if not self.offsets or scale_type == self.dtype:
-            return super()._thin(held)
+            return super()._thin(parts)
         shape = [self.outputs, self.blocks]
-        scales, least = held["scales"], self._stored(LEAST, shape, scale_type, self._below_each_other(_least))
+        scales, least = parts["scales"], self._stored(LEAST, shape, scale_type, self._below_each_other(_least))
         middle = store(self.model.graph, ir.tensor(np.array(MIDDLE, self.dtype.numpy()), name=f"{self.name}.middle"))
         middles = self._folded("Mul", [scales, middle], shape, "middles")
         offsets = self._folded("Add", [middles, cast_value(self.model, least, self.dtype)], shape, "offsets")
@@ -314,10 +313,10 @@ class DequantizedProduct(Product):
     def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
         return add_node(self.model.graph, node, "MatMul", [read, self.values["weight"]], "blocks")
 
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         kind = ir.DataType.INT4 if self.form.bits == 4 else ir.DataType.INT8
-        block = self.asked.block_of(self.form.bits, self.inputs)
-        blocked = self.form.bits == 4 or self.asked.layout.blocks_of_eight
+        block = self.policy.block_of(self.form.bits, self.inputs)
+        blocked = self.form.bits == 4 or self.policy.layout.blocks_of_eight
         codes = self._stored(
             CODES, [self.inputs, self.outputs], kind, self._below_each_other(_signed_rows, turned=True)
         )
@@ -353,12 +352,12 @@ class PluginProduct(Product):
 
     def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
         """The node's stored inputs in order, and its attributes."""
-        attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
+        attributes = {"bits": self.form.bits, "block_size": self.policy.block_size}
         if LEAST in self.values:
             attributes["zero_code"] = 0  # codes start at 0
         return [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)], attributes
 
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         words = self.inputs * self.form.bits // 32
         packed = self._below_each_other(lambda w: w.packed)
         found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: as_words(packed()))}
@@ -383,11 +382,11 @@ class SuperBlockProduct(PluginProduct):
     """still::MatMulNBits over K-quants as a GGUF file has them."""
 
     def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
-        held = self.weights[0].super_blocks
-        attributes = {"bits": held.bits, "block_size": held.block, "super_block": SUPER}
-        return [self.values[K_QUANT[held.bits]], self.values["numbers"]], attributes
+        blocks = self.weights[0].super_blocks
+        attributes = {"bits": blocks.bits, "block_size": blocks.block, "super_block": SUPER}
+        return [self.values[K_QUANT[blocks.bits]], self.values["numbers"]], attributes
 
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         return store_super_blocks(self.model, self.name, self.weights)
 
 
@@ -415,10 +414,10 @@ class Float8Product(PluginProduct):
     op = DENSE_MATMUL.name
 
     def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
-        held = {"codes": self.values[FLOAT8_CODES], "scales": self.values["scales"]}
-        return [held.get(name) for name in DENSE_MATMUL.input_names()[1:]], {}
+        inputs = {"codes": self.values[FLOAT8_CODES], "scales": self.values["scales"]}
+        return [inputs.get(name) for name in DENSE_MATMUL.input_names()[1:]], {}
 
-    def _held(self) -> dict[str, ir.Value]:
+    def _block_parts(self) -> dict[str, ir.Value]:
         packed, scales = (
             self._below_each_other(lambda w: w.packed),
             self._below_each_other(lambda w: w.scales, turned=True),

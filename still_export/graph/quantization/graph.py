@@ -29,7 +29,7 @@ def quantize_graph(
     model: ir.Model,
     weights: Weights,
     roles: Mapping[str, str],
-    asked: Quantization,
+    policy: Quantization,
     forms: Mapping[str, Form],
     rounded: dict[str, float],
 ) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def quantize_graph(
     Args:
         model: From `lower_program`; its initializers have the model's names.
         weights: Values by those names, [N, K].
-        rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
+        rounded: Filled during writing: relative errors of weights whose codes in the source are rounded again.
 
     Raises:
         UnsupportedError: A weight is read in a way that has no quantized form.
@@ -51,20 +51,20 @@ def quantize_graph(
             _halve(model, name, weights[name])
             continue
         if weights[name].dim() == STACKED:
-            stacks[name] = StackedWeight(name, weights[name], form, asked, rounded)
+            stacks[name] = StackedWeight(name, weights[name], form, policy, rounded)
             continue
-        weight = StoredWeight(name, weights[name], form, asked, roles[name], rounded)
+        weight = StoredWeight(name, weights[name], form, policy, roles[name], rounded)
         products, rows = _readers(model, weight)
         alone = name if form.base is None or len(products) + len(rows) > 1 else ""
         order = None if form.order is None else form.order.tobytes()
         for node in products:
-            kept = (form.zero_points, form.half_scales, form.super_blocks)
-            kind = (alone or id(node.inputs[0]), form.bits, *kept, weight.dtype, order)
+            stored = (form.zero_points, form.half_scales, form.super_blocks)
+            kind = (alone or id(node.inputs[0]), form.bits, *stored, weight.dtype, order)
             groups.setdefault(kind, []).append((weight, node))
         gathers += [(weight, node) for node in rows]
     places = []
     for group in groups.values():
-        usual = Float8Product if asked.float8 else PRODUCTS[asked.layout.nodes]
+        usual = Float8Product if policy.float8 else PRODUCTS[policy.layout.nodes]
         kind_of = SuperBlockProduct if group[0][0].form.super_blocks else usual
         product = kind_of(model, list(dict.fromkeys(weight for weight, _ in group)))
         product.write([node for _, node in group])
@@ -73,12 +73,12 @@ def quantize_graph(
         (_write_super_rows if weight.form.super_blocks else _write_rows)(model, weight, node)
     quantize_experts(model, stacks)
     for domain in {
-        PRODUCTS[asked.layout.nodes].domain,
+        PRODUCTS[policy.layout.nodes].domain,
         CONTRIB if any(not w.form.super_blocks for w, _ in gathers) else "",
     } - {""}:
         model.graph.opset_imports[domain] = 1
     made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
-    return account(asked, roles, made, places)
+    return account(policy, roles, made, places)
 
 
 def _readers(model: ir.Model, weight: StoredWeight) -> tuple[list[ir.Node], list[ir.Node]]:
@@ -135,7 +135,12 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
     casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]
     if scales.dtype != weight.dtype and not casts:  # kernels of ours read them as they are
         casts = [cast_value(model, scales, weight.dtype)]
-    attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": weight.form.bits, "block_size": weight.asked.block_size}
+    attributes = {
+        "gather_axis": 0,
+        "quantize_axis": 1,
+        "bits": weight.form.bits,
+        "block_size": weight.policy.block_size,
+    }
     inputs = [initializers[f"{name}.{ROWS}"], node.inputs[1], casts[0] if casts else scales]
     replace_nodes(
         model, [node], [add_node(model.graph, node, "GatherBlockQuantized", inputs, ROWS, attributes, CONTRIB)]
@@ -145,11 +150,11 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
 def _write_super_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
     """Replace rows of K-quants; if tied, the head's."""
     initializers, part = model.graph.initializers, K_QUANT[weight.form.bits]
-    held = [initializers.get(f"{weight.name}.{name}") for name in (part, "numbers")]
-    if None in held:
-        held = [*store_super_blocks(model, weight.name, [weight]).values()]
+    tensors = [initializers.get(f"{weight.name}.{name}") for name in (part, "numbers")]
+    if None in tensors:
+        tensors = [*store_super_blocks(model, weight.name, [weight]).values()]
     indices, attributes = node.inputs[1], {"bits": weight.form.bits}
-    found = add_node(model.graph, node, GATHER_NBITS.name, [indices, *held], ROWS, attributes, DOMAIN)
+    found = add_node(model.graph, node, GATHER_NBITS.name, [indices, *tensors], ROWS, attributes, DOMAIN)
     assert indices is not None
     shape = [*(indices.shape or (None, None)), weight.inputs]
     replace_nodes(model, [node], [typed(found, shape, weight.dtype)])

@@ -31,17 +31,17 @@ DEFAULT_LORA = "apart"
 """The demo model, int4: mean KL 0.0000 nats on 2,048 tokens apart from the exact blocks of its Q4_1 base, 0.264 merged and rounded."""
 
 
-def parse_budget(said: str) -> float:
-    """The fraction in "+1%": 0.01.
+def parse_budget(text: str) -> float:
+    """The fraction in `text`: "+1%" is 0.01.
 
     Raises:
-        ConfigError: It is no such text.
+        ConfigError: `text` has another form.
     """
-    if re.fullmatch(r"\+\d+(\.\d+)?%", said) is None:
+    if re.fullmatch(r"\+\d+(\.\d+)?%", text) is None:
         raise ConfigError(
-            f"--quantize-budget {said!r} is no budget: it is what bits per byte may grow by, such as +1% or +0.5%."
+            f"--quantize-budget {text!r} is no budget: it is what bits per byte may grow by, such as +1% or +0.5%."
         )
-    return float(said[1:-1]) / 100
+    return float(text[1:-1]) / 100
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Layout:
     """Form of a target's low-bit weights.
 
     Args:
-        form: Its name for people.
-        block_sizes: How many weights along a product's inputs may share a scale; the first is the default.
-        nodes: Of NODES.
-        zero_points: Blocks of 4 bits have them; else the middle of their grid is 0.
-        blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
-        rows: An embedding's rows can be read in 8 bits.
-        adapters: Products can take LoRA pairs while they run.
-        half_scales: What is rounded here has scales in half precision; blocks of files keep theirs.
-        super_blocks: K-quants of GGUF files can be kept to the last bit.
-        float8: It has weights in e4m3.
+        form: Name for messages.
+        block_sizes: Supported numbers of weights that share a scale, along a product's inputs; the first is the default.
+        nodes: One of NODES.
+        zero_points: 4-bit blocks have zero points; else the middle code stands for 0.
+        blocks_of_eight: 8-bit weights also have a scale for each block; else one for each output.
+        rows: Rows of an embedding can be read in 8 bits.
+        adapters: Products accept LoRA pairs at run time.
+        half_scales: Weights rounded here have half precision scales; blocks of files keep their own.
+        super_blocks: K-quants of GGUF files can be stored bit for bit.
+        float8: Weights can be e4m3.
     """
 
     form: str
@@ -112,13 +112,13 @@ class Quantization:
     """Requested quantization.
 
     Args:
-        scheme: Of SCHEMES.
-        method: Who rounds weights of fewer than 8 bits (quantizers.py); 8 bits are rounded to nearest by every method.
-        block_size: Weights along the inputs of a product that share a scale and a zero point; 0: the target's default, and with
-            8 bits those of an output where the target has no such blocks.
-        lora: Of LORA: pairs of an adapter stay apart, as two thin products, or are merged into the weight, which is then rounded.
-        layout: How the target holds low-bit weights.
-        adapters: Products take LoRA pairs while they run.
+        scheme: One of SCHEMES.
+        method: Rounding method for weights of fewer than 8 bits (quantizers.py); 8 bits are always rounded to nearest.
+        block_size: Number of weights along a product's inputs that share scale and zero point; 0: the target's default, or, for 8 bits
+            without blocks, all weights of an output.
+        lora: One of LORA: an adapter's pairs stay separate, as two thin products, or are merged into the weight before rounding.
+        layout: The target's form of low-bit weights.
+        adapters: Products accept LoRA pairs at run time.
         to: The target's name, for messages.
     """
 
@@ -132,12 +132,12 @@ class Quantization:
     has_block: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        given = (
+        options = (
             ("quantize", self.scheme, SCHEMES),
             ("quantize-method", self.method, METHODS),
             ("lora", self.lora, LORA),
         )
-        for flag, value, known in given:
+        for flag, value, known in options:
             if value not in known:
                 raise unknown(value, known, f"--{flag} {value}")
         if self.adapters and not self.layout.adapters:
@@ -196,15 +196,15 @@ class Quantization:
 
 
 def account(
-    asked: Quantization,
+    policy: Quantization,
     roles: Mapping[str, str],
     forms: Mapping[str, tuple[int | None, str]],
     places: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
+    """The manifest's entry: the scheme and, for each role, the bits, rounding method and number of its weights.
 
     Args:
-        forms: Bits and method of the quantized ones.
+        forms: (bits, method) of quantized weights by name.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(
@@ -212,10 +212,10 @@ def account(
     ).items():
         found.setdefault(role, []).append({"bits": bits, "method": method, "weights": count})
     return {
-        "scheme": asked.scheme,
-        "nodes": asked.layout.nodes,
-        "block_size": asked.block_size or None,
-        "lora": asked.lora,
+        "scheme": policy.scheme,
+        "nodes": policy.layout.nodes,
+        "block_size": policy.block_size or None,
+        "lora": policy.lora,
         "roles": found,
         "adapters": list(places),
     }

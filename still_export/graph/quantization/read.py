@@ -36,27 +36,27 @@ TOGETHER_READ = 1 << 22
 """Numbers that one thread decodes at a time."""
 
 
-def held_model(
+def package_model(
     options: ModelOptions,
     folder: Path,
     manifest: dict[str, Any],
     rounded: bool = False,
 ) -> Any:
-    """The PyTorch model with the weights of the package in `folder`; the original's if it is not quantized.
+    """The PyTorch model with the quantized weights of the package in `folder`, if there are any.
 
     Args:
-        options: What was exported; its `dtype` is the model's.
-        rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
+        options: Those of the export; the model has their `dtype`.
+        rounded: Matrix products round their inputs to 8 bits, as on CPUs in the runtime.
     """
-    model = held_source(options, folder, manifest).read()
+    model = package_source(options, folder, manifest).read()
     if rounded:
         round_activations(
-            model, held_names(folder), manifest["quantization"]["block_size"], manifest["quantization"]["scheme"]
+            model, quantized_names(folder), manifest["quantization"]["block_size"], manifest["quantization"]["scheme"]
         )
     return model
 
 
-def held_source(
+def package_source(
     options: ModelOptions,
     folder: Path,
     manifest: dict[str, Any],
@@ -64,51 +64,51 @@ def held_source(
     device: str = "cpu",
     rounded: torch.dtype | None = None,
 ) -> Source:
-    """The source of `held_model`, whose weights are read when they are asked for.
+    """The source of `package_model`; it reads weights lazily.
 
     Args:
-        pairs: Of an adapter that is added while the package runs, by weight.
-        device: Where quantized weights are read to.
-        rounded: The type to which products of a scale and a zero point are rounded, as ONNX Runtime's CUDA provider does; None: to none.
+        pairs: LoRA pairs of an adapter loaded at run time, by weight.
+        device: Device of quantized weights.
+        rounded: Round scale * zero point to this type, as ONNX Runtime's CUDA provider does; None: do not round.
     """
     from still_export.models.read.source import find_source
 
-    source = _with_held(find_source(options), folder / MODEL, manifest, device, rounded)
+    source = _with_blocks(find_source(options), folder / MODEL, manifest, device, rounded)
     weights: dict[str, Weight] = dict(source.weights)
     for name, own in pairs.items():
-        held = weights[name]
-        weights[name] = Deferred(held.shape, held.dtype, partial(_with_pairs, held, own))
+        weight = weights[name]
+        weights[name] = Deferred(weight.shape, weight.dtype, partial(_with_pairs, weight, own))
     return replace(source, weights=weights)
 
 
-def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
-    """The model `source` with the package's quantized weights, if any: those its runtime uses."""
-    return _with_held(source, folder / MODEL, manifest, device)
+def with_package_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
+    """`source` with the package's quantized weights, if there are any."""
+    return _with_blocks(source, folder / MODEL, manifest, device)
 
 
-def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
+def with_package_head(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
     """The same for the MTP head of `source`, if the package has one."""
     assert source.ahead is not None
-    return _with_held(source.ahead(), folder / HEAD, manifest)
+    return _with_blocks(source.ahead(), folder / HEAD, manifest)
 
 
-def _with_held(
+def _with_blocks(
     source: Source, graph: Path, manifest: dict[str, Any], device: str = "cpu", rounded: torch.dtype | None = None
 ) -> Source:
     if manifest.get("quantization") is None:
         return source
     names = {weight_name(name, graph.name == HEAD): name for name in source.weights}
     sizes = {name: int(source.weights[own].shape[0]) for name, own in names.items() if source.weights[own].shape}
-    held = held_rows(graph, manifest["quantization"]["block_size"], sizes, device, rounded)
+    readers = row_readers(graph, manifest["quantization"]["block_size"], sizes, device, rounded)
     weights: dict[str, Weight] = dict(source.weights)
-    for name, read in held.items():
+    for name, read in readers.items():
         known = weights[names[name]]
         rows = partial(_as_type, read, known.shape, known.dtype, device)
         weights[names[name]] = Deferred(known.shape, known.dtype, rows, rows=rows)
     return replace(source, weights=weights)
 
 
-def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]:
+def quantized_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]:
     """Names of a graph's quantized weights, with the order of their inputs in the blocks; None: unchanged."""
     from still_export.graph.weights_file import load_graph
 
@@ -118,8 +118,8 @@ def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]
     return {name: order for names, order in orders.items() for name in names.split(TOGETHER)}
 
 
-def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
-    value = value_of(held)
+def _with_pairs(weight: Weight, pairs: tuple[Pair, ...]) -> Tensor:
+    value = value_of(weight)
     added = [pair.scale * value_of(pair.b).float() @ value_of(pair.a).float() for pair in pairs]
     return (value.float() + sum(x.to(value.device) for x in added)).to(value.dtype)
 
@@ -146,7 +146,7 @@ def _as_type(
     return found
 
 
-def held_rows(
+def row_readers(
     path: Path,
     block_size: int,
     sizes: Mapping[str, int],
@@ -155,7 +155,7 @@ def held_rows(
 ) -> dict[str, Callable[[slice], Tensor]]:
     """Readers of rows (float32) of a graph's quantized weights, by the model's names.
 
-    `sizes`: outputs of each weight. Plain blocks are decoded on `device`, `rounded` as in `held_source`.
+    `sizes`: outputs of each weight. Plain blocks are decoded on `device`, `rounded` as in `package_source`.
     """
     import onnx_ir as ir
 
@@ -178,8 +178,8 @@ def held_rows(
         found = whole[(slice(None),) * axis + (rows,)]
         return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
 
-    def summed(names: str, start: int, size: int, asked: slice) -> Tensor:
-        rows = slice(*(start + place for place in asked.indices(size)[:2]))
+    def summed(names: str, start: int, size: int, wanted: slice) -> Tensor:
+        rows = slice(*(start + place for place in wanted.indices(size)[:2]))
         total: np.ndarray | int = 0
         signed, floats = values(names, CODES, 1, rows), values(names, FLOAT8_CODES, 0, rows)
         scales = values(names, "scales", 0, rows) if signed is None and floats is None else None
@@ -210,11 +210,11 @@ def held_rows(
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
             zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)
-            held = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size)
+            blocks = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size)
             plain = not any(f"{names}.{part}" in parts for part in (ORDER, LEAST, "offsets", "outer"))
             if plain and (device != "cpu" or rounded is not None):
-                return _dequantized(held, device, rounded).reshape(*whole[:-1], -1)
-            total = held.dequantized().reshape(*whole[:-1], -1)
+                return _dequantized(blocks, device, rounded).reshape(*whole[:-1], -1)
+            total = blocks.dequantized().reshape(*whole[:-1], -1)
         if (order := values(names, ORDER, 0, slice(None))) is not None:
             assert isinstance(total, np.ndarray)
             total = total[:, np.argsort(order)]
@@ -252,15 +252,15 @@ def held_rows(
     return readers
 
 
-def _dequantized(held: BlockWeight, device: str | torch.device, rounded: torch.dtype | None = None) -> Tensor:
+def _dequantized(blocks: BlockWeight, device: str | torch.device, rounded: torch.dtype | None = None) -> Tensor:
     """`BlockWeight.dequantized` on a device, bit for bit unless products with zero points are `rounded`."""
     packed, scales = (
-        torch.from_numpy(np.require(x, requirements=("C", "W"))).to(device) for x in (held.packed, held.scales)
+        torch.from_numpy(np.require(x, requirements=("C", "W"))).to(device) for x in (blocks.packed, blocks.scales)
     )
-    values = packed if held.bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    zero: Tensor | int = 1 << (held.bits - 1)
-    if held.zero_points is not None:
-        points = unpack(held.zero_points, held.bits)[:, : packed.shape[1], None]
+    values = packed if blocks.bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    zero: Tensor | int = 1 << (blocks.bits - 1)
+    if blocks.zero_points is not None:
+        points = unpack(blocks.zero_points, blocks.bits)[:, : packed.shape[1], None]
         zero = torch.from_numpy(np.ascontiguousarray(points)).to(device)
     steps = scales[..., None].float()
     if rounded is None or not isinstance(zero, Tensor):

@@ -22,9 +22,9 @@ class StoredWeight:
     """A weight [N, K] in its form, made once for all its parts. `rounded` receives its error if a source's codes are rounded again."""
 
     def __init__(
-        self, name: str, weight: Weight, form: Form, asked: Quantization, role: str, rounded: dict[str, float]
+        self, name: str, weight: Weight, form: Form, policy: Quantization, role: str, rounded: dict[str, float]
     ) -> None:
-        self.name, self.form, self.asked, self.role, self.rounded = name, form, asked, role, rounded
+        self.name, self.form, self.policy, self.role, self.rounded = name, form, policy, role, rounded
         self.outputs, self.inputs = weight.shape
         self.dtype = ir.DataType.FLOAT
         self._made: BlockWeight | None = None
@@ -37,20 +37,20 @@ class StoredWeight:
             assert base is not None
             if self.form.method == EXACT:
                 assert isinstance(base, Deferred) and base.blocks is not None
-                made = base.blocks.read().split(self.asked.block_of(bits, self.inputs))
-                positive = self.asked.layout.nodes == DEQUANTIZED
+                made = base.blocks.read().split(self.policy.block_of(bits, self.inputs))
+                positive = self.policy.layout.nodes == DEQUANTIZED
                 self._made = made.with_positive_scales(self.dtype.numpy()) if positive else made
             else:
                 values = narrow_value_of(base).detach()
                 if self.form.codes is not None:
                     self._made = self.form.codes
-                elif self.asked.float8:
-                    self._made = float8(values, self.asked.block_of(bits, self.inputs))
-                elif bits == 8 and not self.asked.layout.blocks_of_eight:
+                elif self.policy.float8:
+                    self._made = float8(values, self.policy.block_of(bits, self.inputs))
+                elif bits == 8 and not self.policy.layout.blocks_of_eight:
                     self._made = quantize_outputs(values)
                 else:
-                    zero_points = self.asked.layout.zero_points
-                    self._made = quantize(values, bits, self.asked.block_size, zero_points)
+                    zero_points = self.policy.layout.zero_points
+                    self._made = quantize(values, bits, self.policy.block_size, zero_points)
                 if self.form.half_scales:
                     self._made = self._with_half_scales(self._made)
                 if is_coded(base):
@@ -80,7 +80,7 @@ class StoredWeight:
     @property
     def blocks(self) -> int:
         """Blocks of each output."""
-        return int(self.inputs // self.asked.block_of(self.form.bits, self.inputs))
+        return int(self.inputs // self.policy.block_of(self.form.bits, self.inputs))
 
     @property
     def scale_type(self) -> ir.DataType:

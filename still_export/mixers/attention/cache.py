@@ -15,7 +15,7 @@ from still_kernels.launcher import Bound
 
 
 class AttentionLayer(KernelStateLayer[AttentionState]):
-    """Keys and values of one layer; row b's position p lies in its row p."""
+    """Keys and values of one layer; position p of a sequence is in row p."""
 
     of = AttentionState
 
@@ -24,8 +24,10 @@ class AttentionLayer(KernelStateLayer[AttentionState]):
         self.heads, self.dim, self.cache = heads, dim, cache
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
-        kept = narrower(self.cache, dtype)
-        return AttentionState.empty(batch, self.heads, self.dim, columns, kept, device, cache_attribute(self.cache))
+        stored_dtype = narrower(self.cache, dtype)
+        return AttentionState.empty(
+            batch, self.heads, self.dim, columns, stored_dtype, device, cache_attribute(self.cache)
+        )
 
     def grown(self, state: AttentionState, columns: int) -> AttentionState:
         missing = columns - state.rows

@@ -15,7 +15,7 @@ from still_kernels.attention.meaning import Compute, Of
 
 
 class Keyed(nn.Module):
-    """A module around such an op, whatever its projections."""
+    """A module around such an op."""
 
     layer_idx: int
     cache: str | None = None
@@ -40,11 +40,11 @@ class Keyed(nn.Module):
             assert layer.new_tokens is not None
             counts = layer.new_tokens
         inputs = kind(query, key, value, counts, **more)
-        output, kept = attend(inputs, state, layer is not None and layer.owned)
+        output, present = attend(inputs, state, layer is not None and layer.owned)
         if layer is not None:
-            layer.store(kept)
+            layer.store(present)
         return output
 
 
 class KeyedAttention(Keyed, ProjectedAttention):
-    """The projections of a family's module around such an op."""
+    """Such a module with the projections of a family's module."""

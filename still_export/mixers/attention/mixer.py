@@ -1,4 +1,4 @@
-"""Layers of type "full_attention", for the generic rooms."""
+"""The mixer of layers of type "full_attention"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sizes(config: Any) -> dict[str, int]:
 class KeysMixer(Mixer):
     """Layers that cache keys and values.
 
-    as_numbers: Why these cannot be kept in 8 bits; "": they can.
+    as_numbers: Why these cannot be stored in 8 bits; "": they can.
     """
 
     as_numbers = ""

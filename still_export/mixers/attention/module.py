@@ -1,4 +1,4 @@
-"""SoftmaxAttention: the attention of a layer that keeps every key and value, over the op still::Attention."""
+"""SoftmaxAttention: attention that caches every key and value, over the op still::Attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SoftmaxAttention(ProjectedAttention):
         return self.project_out(self.attend(*heads, past_key_values), hidden)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
-        """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""
+        """Attention [B, T, H, D] of new tokens to the cache and themselves; updates the cache."""
         key, value = rounded(key, self.cache), rounded(value, self.cache)
         if past_key_values is None:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -21,15 +21,15 @@ class BlockState(AttentionState):
 
 
 class RowsLayer(AttentionLayer):
-    """The states of one layer: keys, values, and `kept` with one row for each `stride` tokens.
+    """The states of one layer: keys, values, and a state named `own_state` with one row for each `stride` tokens.
 
     Args:
         heads, dim, cache: Of keys and values.
-        sizes: Of `kept` before and behind its rows.
+        sizes: Sizes of the own state before and after its rows.
     """
 
     of: Any
-    kept: ClassVar[str]
+    own_state: ClassVar[str]
 
     def __init__(self, heads: int, dim: int, cache: str | None, stride: int, sizes: tuple[int, ...]) -> None:
         super().__init__(heads, dim, cache)
@@ -40,16 +40,16 @@ class RowsLayer(AttentionLayer):
         first, *rest = self.sizes
         wide = torch.promote_types(dtype, torch.float32)
         rows = torch.zeros(batch, first, -(-columns // self.stride), *rest, dtype=wide, device=device)
-        return self.of(**{**own, self.kept: rows})
+        return self.of(**{**own, self.own_state: rows})
 
     def grown(self, state: Any, columns: int) -> Any:
-        rows: Tensor = getattr(state, self.kept)
-        own: Any = super().grown(replace(state, **{self.kept: None}), columns)
+        rows: Tensor = getattr(state, self.own_state)
+        own: Any = super().grown(replace(state, **{self.own_state: None}), columns)
         missing = -(-own.rows // self.stride) - rows.shape[2]
         if own.rows == state.rows and missing <= 0:
             return state
         behind = (0, 0) * (rows.dim() - 3)
-        return replace(own, **{self.kept: pad(rows, (*behind, 0, max(0, missing)))})
+        return replace(own, **{self.own_state: pad(rows, (*behind, 0, max(0, missing)))})
 
     def bind(self, inputs: Any, state: Any) -> None:
         return None
@@ -58,7 +58,7 @@ class RowsLayer(AttentionLayer):
 class BlockLayer(RowsLayer):
     """Row j of the sums covers the keys from `stride` * j on."""
 
-    of, kept = BlockState, "key_sum"
+    of, own_state = BlockState, "key_sum"
 
     def __init__(self, heads: int, dim: int, stride: int, cache: str | None) -> None:
         super().__init__(heads, dim, cache, stride, (heads, dim))

@@ -61,10 +61,10 @@ class BlockSelected(SoftmaxAttention):
         with torch.no_grad():  # a choice has no derivative
             blocks, sums = self._choose(query, key, new_tokens, state)
         inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
-        held = AttentionState(state.key, state.value, state.length)
-        output, kept = block_attention(inputs, held, layer is not None and layer.owned)
+        past = AttentionState(state.key, state.value, state.length)
+        output, present = block_attention(inputs, past, layer is not None and layer.owned)
         if layer is not None:
-            layer.store(kept if sums is None else BlockState(**{**vars(kept), "key_sum": sums}))
+            layer.store(present if sums is None else BlockState(**{**vars(present), "key_sum": sums}))
         return output
 
     def _layer(self, heads: int) -> AttentionLayer:
@@ -72,9 +72,9 @@ class BlockSelected(SoftmaxAttention):
 
     def _choose(self, query: Tensor, key: Tensor, new_tokens: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
         """Blocks int32 [B, T, HK, slots], and the sums of keys after the call."""
-        given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
+        inputs = SelectInputs(query, key, new_tokens, state.length, **self.choice)
         select = select_blocks if self.watch is None else partial(naive_select_blocks, watch=self.watch)
-        blocks, sums = select(given, state.key_sum)
+        blocks, sums = select(inputs, state.key_sum)
         if self.readers:
             self._carried.values[self.layer_idx] = blocks
         return blocks, sums

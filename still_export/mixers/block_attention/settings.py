@@ -19,13 +19,13 @@ def means_of(block: int) -> dict[str, int]:
     return {"mean_stride": max(1, block // 4), "mean_length": max(1, block // 2)}
 
 
-def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
-    """The attributes of SelectBlocks, completed from `given`, which `source` has.
+def checked_choice(settings: Mapping[str, int], source: str) -> dict[str, int]:
+    """The attributes of SelectBlocks: `settings`, which were read from `source`, and defaults.
 
     Raises:
-        ConfigError: They do not fit each other.
+        ConfigError: The settings contradict each other.
     """
-    choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | dict(given)
+    choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | dict(settings)
     coarse = 1 if choice["mean_length"] == 1 else COARSE
     choice |= {"lse_stride": coarse * choice["mean_stride"], "lse_length": coarse * choice["mean_length"]}
     if choice["block_size"] > 0:
@@ -40,7 +40,7 @@ class BlockSettings:
     """Attributes of SelectBlocks, by default MiniCPM-SALA's.
 
     Args:
-        reuse: By layer the one whose blocks it reads, an earlier one or itself; None: itself.
+        reuse: For each layer, the layer that chooses its blocks: an earlier one or itself; None: itself.
     """
 
     block_size: int = 64
@@ -58,7 +58,7 @@ class BlockSettings:
         self.block_choice()
 
     def source_of(self, layer: int) -> int:
-        """The layer whose blocks `layer` reads."""
+        """The layer that chooses the blocks of `layer`."""
         return layer if self.reuse is None else self.reuse[layer]
 
     def check_reuse(self, types: Sequence[str]) -> None:

@@ -69,11 +69,11 @@ NARROW, WIDEN = "fc1_latent_proj", "fc2_latent_proj"
 
 
 class Router(nn.Module):
-    """The router of a block: `weight` [E, I], and `e_score_correction_bias` [E] where there is one.
+    """The router of a block: `weight` [E, I], optionally `e_score_correction_bias` [E].
 
     Raises:
         UnsupportedModelError: Another kind of router.
-        ConfigError: Experts, groups and those that are chosen do not go together.
+        ConfigError: Numbers of experts, groups and chosen ones contradict each other.
     """
 
     def __init__(self, base: Any, bias: Tensor | None) -> None:
@@ -104,7 +104,7 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """The matrices of a block's experts: `gate_up`, whose rows take turns, and `down`; see the op.
+    """The matrices of a block's experts: `gate_up`, with interleaved rows, and `down`; see the op.
 
     Raises:
         UnsupportedModelError: Another activation.
@@ -130,13 +130,13 @@ class Stacked(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """A feed-forward block of experts; what lies beside them (shared experts and their gate, projections around) is the family's own.
+    """A feed-forward block of experts; its other parts (shared experts and their gate, projections) are the family's.
 
     Args:
-        base: The family's block; its submodules are taken over, not copied.
+        base: The family's block; its submodules are reused, not copied.
 
     Raises:
-        UnsupportedModelError, ConfigError: See `Router` and `Stacked`; or the block has parts that are not known.
+        UnsupportedModelError, ConfigError: See `Router` and `Stacked`; or the block has unknown parts.
     """
 
     specs = (ROUTE, EXPERTS)
@@ -182,7 +182,7 @@ def swap_experts(layer: nn.Module, config: Any) -> None:
     """Replace the expert blocks of a family's layer, in place; errors: see RoutedExperts.
 
     Raises:
-        UnsupportedModelError: The configuration names a router that the family's class is not, which does not read that name.
+        UnsupportedModelError: The configuration names another router than the one of the family's class.
     """
     for name, block in list(layer.named_children()):
         if not hasattr(block, "experts"):
@@ -192,8 +192,8 @@ def swap_experts(layer: nn.Module, config: Any) -> None:
         score = made.gate.routing.score
         for field in SCORES if score == "sigmoid" else SCORES[:-1]:
             known = "noaux_tc" if field == SCORES[-1] else score
-            if (given := getattr(config, field, None)) not in (None, known):
+            if (value := getattr(config, field, None)) not in (None, known):
                 raise UnsupportedModelError(
-                    f"{field}={given!r} in config.json is no router that is covered for "
+                    f"{field}={value!r} in config.json is no router that is covered for "
                     f"{config.model_type.removeprefix('still_')}: {known!r}."
                 )

@@ -1,1 +1,1 @@
-"""The gated delta rule behind a short convolution, as Qwen3.5, Qwen3-Next and OLMo-Hybrid have it: module and mixer."""
+"""The gated delta rule after a short convolution, as in Qwen3.5, Qwen3-Next and OLMo-Hybrid: module and mixer."""

@@ -1,4 +1,4 @@
-"""The gated delta rule in the place of a family's module: projections, convolution, rule, gated norm."""
+"""The gated delta rule, replacing a family's module: projections, convolution, rule, gated norm."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class GatedDeltaNet(FixedStateModule):
         return base.num_v_heads, base.num_k_heads, base.head_k_dim, base.head_v_dim
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Queries, keys and values side by side [B, T, channels], output gate [B, T, H * V] where there is one, and what beta [B, T, H] and
-        the decay, where the rule has it, are made of."""
+        """Returns (queries, keys and values concatenated [B, T, channels]; output gate [B, T, H * V] or None; input of beta [B, T, H];
+        input of the decay or None)."""
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
 
     def decay(self, a: Tensor) -> Tensor:
-        """Logarithm of what stays of the state, [B, T, H, 1 or D], in at least float32: exp(A_log) may be beyond float16."""
+        """Logarithm of the decay, [B, T, H, 1 or D], in at least float32, because exp(A_log) may exceed float16."""
         steps = a[..., None].to(torch.promote_types(a.dtype, torch.float32))
         return -self.A_log[:, None].to(steps.dtype).exp() * softplus(steps + self.dt_bias[:, None])
 
@@ -59,7 +59,7 @@ class GatedDeltaNet(FixedStateModule):
         return b.sigmoid()
 
     def convolved(self, mixed: Tensor, columns: Tensor, new_tokens: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Queries, keys and values behind the convolution [B, T, channels], and its state after the call."""
+        """Queries, keys and values after the convolution [B, T, channels], and its state after the call."""
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
         mixed, columns = causal_conv(taps, columns)
         keys = self.key_heads * self.dim
@@ -91,7 +91,7 @@ class GatedDeltaNet(FixedStateModule):
 
 
 class Qwen3NextGatedDeltaNet(GatedDeltaNet):
-    """Qwen3-Next: queries, keys, values and gates of a key head lie side by side."""
+    """Qwen3-Next: projections are grouped by key head."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj_qkvz.weight": PROJECTION,
@@ -110,7 +110,7 @@ class Qwen3NextGatedDeltaNet(GatedDeltaNet):
 
 
 class OlmoHybridGatedDeltaNet(GatedDeltaNet):
-    """OLMo-Hybrid: a projection each, and beta up to 2."""
+    """OLMo-Hybrid: separate projections, and beta up to 2."""
 
     output, norm_name = "o_proj", "o_norm"
     weight_roles: ClassVar[dict[str, str]] = {
@@ -132,7 +132,7 @@ class OlmoHybridGatedDeltaNet(GatedDeltaNet):
 
 
 class FlaGatedDeltaNet(OlmoHybridGatedDeltaNet):
-    """Gated DeltaNet of flash-linear-attention: as OLMo-Hybrid; the output's gate may be left out."""
+    """Gated DeltaNet of flash-linear-attention: like OLMo-Hybrid, with an optional output gate."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
@@ -140,7 +140,7 @@ class FlaGatedDeltaNet(OlmoHybridGatedDeltaNet):
         return mixed, gate, self.b_proj(hidden), self.of_decay(hidden)
 
     def of_decay(self, hidden: Tensor) -> Tensor | None:
-        """What the decay is made of, [B, T, H]."""
+        """Input of the decay, [B, T, H]."""
         return self.a_proj(hidden)
 
 
@@ -179,7 +179,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 class BailingDeltaAttention(KimiDeltaAttention):
-    """Ling: a decay of one projection, which is bounded where `lower_bound` says so, and a gate of one."""
+    """Ling: decay and gate from one projection each; the decay is bounded if `lower_bound` is set."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),

@@ -1,1 +1,1 @@
-"""The gated rule with a decay per key channel, as GLA and HGRN2 have it: module and mixer."""
+"""The gated rule with a decay per key channel, as in GLA and HGRN2: module and mixer."""

@@ -1,4 +1,4 @@
-"""The gated rule in the place of a family's module: projections, a convolution where there is one, rule, norm."""
+"""The gated rule, replacing a family's module: projections, optional convolution, rule, norm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 Heads = tuple[Tensor, Tensor, Tensor]
 Turn = tuple[Tensor, Tensor] | None
 LOGIT_NORMALIZER = 16
-"""GLA divides the logarithm of its decay by it; no checkpoint's configuration says so."""
+"""GLA divides the logarithm of its decay by this number, which no configuration has."""
 
 
 class GatedLinearAttention(FixedStateModule):
@@ -45,14 +45,14 @@ class GatedLinearAttention(FixedStateModule):
         self.least: float | None = getattr(base, "clamp_min", None)
 
     def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
-        """What the rule reads of the projected queries and keys [B, T, heads, D] and values [B, T, H * V], and the decay's logarithm in
-        at least float32, [B, T, heads, D or 1]; `turn` is cos and sin of positions, where the family has them."""
+        """Returns (inputs of the rule, from projected queries and keys [B, T, heads, D] and values [B, T, H * V]; logarithm of the decay in
+        at least float32, [B, T, heads, D or 1]). `turn`: cos and sin of positions, if the family has them."""
         forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return heads, decay if self.least is None else decay.clamp_min(self.least)
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
-        """What is projected, of the rule's `output` [B, T, query heads, V]."""
+        """Input of the output projection, from the rule's `output` [B, T, query heads, V]."""
         gate = self.g_proj(hidden).unflatten(-1, (-1, self.size)) if hasattr(self, "g_proj") else None
         result: Tensor = self.o_norm(output, gate)
         return result.flatten(2)
@@ -85,7 +85,7 @@ class GatedLinearAttention(FixedStateModule):
 
 
 class Retention(GatedLinearAttention):
-    """RetNet: head h keeps 1 - 2^(-5 - h) of its state at each token; queries and keys are turned by their positions."""
+    """RetNet: head h decays its state by 1 - 2^(-5 - h) at each token; queries and keys are rotated by their positions."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
@@ -98,14 +98,14 @@ class Retention(GatedLinearAttention):
         query, key, value = heads
         cos, sin = (x[:, :, None] for x in turn)
         wide = torch.promote_types(query.dtype, torch.float32)
-        kept = torch.tensor(
+        decay = torch.tensor(
             [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.heads)], dtype=wide, device=query.device
         )
-        return (rotate(query, cos, sin), rotate(key, cos, sin), value), kept[:, None].expand(*query.shape[:3], 1)
+        return (rotate(query, cos, sin), rotate(key, cos, sin), value), decay[:, None].expand(*query.shape[:3], 1)
 
 
 class HGRN2(GatedLinearAttention):
-    """HGRN2: what is forgotten is what is written, k = 1 - exp(decay); later layers forget no more than a bound."""
+    """HGRN2: k = 1 - exp(decay); layers after the first have a lower bound of exp(decay)."""
 
     names: ClassVar[tuple[str, ...]] = ("q_proj", "f_proj", "i_proj")
     weight_roles: ClassVar[dict[str, str]] = {
@@ -115,7 +115,7 @@ class HGRN2(GatedLinearAttention):
     }
 
     def gates(self, forget: Tensor) -> tuple[Tensor, Tensor]:
-        """What is written, and the logarithm of what stays, of `forget` [B, T, heads, D], both in at least float32."""
+        """Returns (keys, logarithm of the decay) of `forget` [B, T, heads, D], both in at least float32."""
         forget = forget.to(torch.promote_types(forget.dtype, torch.float32))
         written = (-forget).sigmoid()
         if not hasattr(self, "lower_bound"):
@@ -133,7 +133,7 @@ class HGRN2(GatedLinearAttention):
 
 
 class HGRN(HGRN2):
-    """HGRN, the first: a state of one number for each channel, so that queries and keys are 1, and a gate of the output."""
+    """HGRN (version 1): one number of state per channel, so queries and keys are 1; with an output gate."""
 
     names = ("f_proj", "i_proj")
     weight_roles: ClassVar[dict[str, str]] = {

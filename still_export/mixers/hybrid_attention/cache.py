@@ -32,8 +32,8 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> HybridAttentionState:
         slots = 0 if self.bounded else self.config.capacity_slots
-        kept = narrower(self.config.cache, dtype)
-        return HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, kept=kept)
+        stored_dtype = narrower(self.config.cache, dtype)
+        return HybridAttentionState.empty(self.config, batch, dtype, device, slots=slots, stored_dtype=stored_dtype)
 
     def grown(self, state: HybridAttentionState, columns: int) -> HybridAttentionState:
         if not self.bounded:

@@ -1,4 +1,4 @@
-"""Layers of type "hybrid_attention", for the generic rooms."""
+"""The mixer of layers of type "hybrid_attention"."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 PARTS = tuple(CHANGES)
 NO_FEATURES = ("no_linear_part", "window_only")
-"""Parts without which linear terms are nothing: features that are relu of a zero projection."""
+"""Parts that disable linear terms: features become relu of a zero projection."""
 
 
 @contextlib.contextmanager
 def without(model: nn.Module, part: str) -> Iterator[None]:
-    """`model` without a part inside the block.
+    """Inside the block `model` has `part` disabled.
 
-    no_salient_tokens: k = 0, all tokens beyond the window are linear. no_linear_part: the window and the salient tokens alone.
-    window_only: neither. no_norm_preserving_map: the same directions, without the norm of queries and keys.
+    no_salient_tokens: k = 0, all tokens beyond the window are linear. no_linear_part: window and salient tokens only. window_only: only the
+    window. no_norm_preserving_map: feature maps do not multiply by the norm of queries and keys.
     """
     modules = [m for m in model.modules() if isinstance(m, StillAttention)]
     before, change = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules], CHANGES[part]

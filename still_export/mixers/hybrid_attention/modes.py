@@ -21,9 +21,9 @@ moves a parameter by at most about its rate each step."""
 
 
 class TrainableAttention(StillAttention):
-    """StillAttention as `Trainable` describes it; the teacher's projections have LoRA where it is on.
+    """StillAttention as a `Trainable`; the teacher's projections include active LoRA.
 
-    window_factor_exponent: Of the weight of the softmax terms per head, [H], where it is trained; None = the configuration's.
+    window_factor_exponent: Trained exponent of the softmax terms' weight per head, [H]; None: the configuration's weight.
     """
 
     mode: str = STUDENT
@@ -35,7 +35,7 @@ class TrainableAttention(StillAttention):
     selection: Tensor | None = None
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        """Like StillAttention; a call with a cache is hybrid attention always."""
+        """Like StillAttention; with a cache always hybrid attention."""
         if past_key_values is not None:
             return super().mix(hidden, position_embeddings, past_key_values)
         project = fused(TrainableAttention.project, hidden.device, None)
@@ -81,7 +81,7 @@ class TrainableAttention(StillAttention):
 
 
 def window_factor(exponent: Tensor) -> Tensor:
-    """Weight of the softmax terms: positive, and far from 1 within the few units that a stage moves a parameter."""
+    """Weight of the softmax terms: positive; a few units of `exponent`, as training changes it, are enough for any weight in use."""
     return torch.exp(FACTOR_SPEED * exponent)
 
 
@@ -103,21 +103,21 @@ def make_trainable(model: nn.Module, learn_window_factors: bool = False) -> list
 
 
 def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, target: Tensor | None = None) -> Tensor:
-    """How far the tokens that far queries attend to are from being selected as salient.
+    """A loss that makes tokens salient which later queries attend to.
 
-    Selection by top-k has no derivative. Here the attention of queries to tokens beyond their window, in full softmax, is what the
-    softmax over the scores of each chunk should look like: a cross-entropy, so its optimum is finite. A loss on ranks alone is not:
-    scores then grow without bound. Scores are those that are ranked, so heads that select together have one for all.
+    Selection by top-k has no derivative. This loss is the cross-entropy between full-softmax attention to tokens beyond the window and the
+    softmax over the selection scores of each chunk. Its optimum is finite; with a loss on ranks alone, scores grow without bound. Heads
+    that select together share their scores.
 
     Args:
         query: After RoPE, [B, T, H, D]; T is cut to whole chunks.
         key: [B, T, HK, D].
-        positions: Queries that are asked, int64 [B, n].
+        positions: Positions of the queries used, int64 [B, n].
         config: HybridAttentionConfig.
-        target: What `far_attention` gave; None = that of query and key themselves.
+        target: Result of `far_attention`; None: computed from query and key.
 
     Returns:
-        Scalar, the mean over B, n, H; 0 where nothing lies beyond the windows.
+        Scalar, the mean over B, n, H; 0 if there are no tokens beyond the windows.
     """
     chunk, salient = config.chunk_size, config.salient_per_chunk
     chunks = query.shape[1] // chunk
@@ -134,10 +134,9 @@ def selection_loss(query: Tensor, key: Tensor, positions: Tensor, config: Any, t
 
 @torch.no_grad()
 def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) -> Tensor:
-    """Squared attention, in full softmax, of some queries to the tokens beyond their windows; arguments: see `selection_loss`.
+    """Squared full-softmax attention of some queries to the tokens before their windows; arguments: see `selection_loss`.
 
-    Squared: what is spread over hundreds of tokens is the linear memory's business, and the few heads that look something up would not
-    be heard beside all those that spread.
+    Squaring favours the few heads that look up single tokens; attention spread over hundreds of tokens is left to the linear state.
 
     Returns:
         [B, H, T], the mean over n; T is cut to whole chunks.
@@ -145,10 +144,10 @@ def far_attention(query: Tensor, key: Tensor, positions: Tensor, config: Any) ->
     chunk = config.chunk_size
     q, k = _whole_chunks(query, key, config)
     index = positions.clamp_max(q.shape[2] - 1)
-    asked = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    queries = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     far = torch.arange(q.shape[2], device=q.device)
     seen = far <= index[..., None]  # [B, n, T]
-    attention = (asked @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    attention = (queries @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~seen[:, None], -torch.inf)
     beyond = far // chunk <= (index // chunk - 2)[..., None]
     weight = (attention.softmax(-1) * beyond[:, None]).square().mean(2)
     weight[..., 0] = 0  # position 0 is always salient
@@ -163,7 +162,7 @@ def _whole_chunks(query: Tensor, key: Tensor, config: Any) -> tuple[Tensor, Tens
 
 
 def margins(q: Tensor, k: Tensor, chunk: int) -> Tensor:
-    """Self-saliency of every token, [B, H, T], from q and k [B, H, T, D] with T a multiple of C; position 0 has a large finite one."""
+    """Self-saliency of every token, [B, H, T], from q and k [B, H, T, D] with T a multiple of C; large and finite at position 0."""
     q = q.unflatten(2, (-1, chunk))
     k = k.unflatten(2, (-1, chunk))
     before = torch.cat([torch.zeros_like(k[:, :, :1]), k[:, :, :-1]], dim=2)

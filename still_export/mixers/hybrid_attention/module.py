@@ -41,7 +41,7 @@ class HybridOpModule(ProjectedAttention):
 
     @property
     def constants(self) -> dict[str, Sequence[float]]:
-        """Inputs of the op that are configuration constants [H], by name; layers of a kind differ in them."""
+        """Inputs of the op that are configuration constants [H], by name; they differ between layers of a kind."""
         factor = self.still.window_factor
         return {} if factor is None else {"window_factor": factor}
 
@@ -50,7 +50,7 @@ class HybridOpModule(ProjectedAttention):
 
         Args:
             tensors: Query, key and value after norm and RoPE, gate or None, the two feature weights.
-            past_key_values: A StillCache, or None: every sequence is new, and nothing is kept.
+            past_key_values: A StillCache, or None: sequences are new, and no state is stored.
         """
         query = tensors[0]
         assert query is not None

@@ -25,10 +25,10 @@ class PagedHybridAttention(PagedLayer):
     """One rank's heads of a layer.
 
     Args:
-        ranks, rank: Which of how many.
+        ranks, rank: Number of ranks, and the number of this one.
 
     Raises:
-        UnsupportedModelError: The heads cannot be shared among so many ranks.
+        UnsupportedModelError: The heads cannot be divided among the ranks.
     """
 
     linear_states = (torch.float32, torch.bfloat16)
@@ -70,7 +70,7 @@ class PagedHybridAttention(PagedLayer):
 
 
 def part_of(config: HybridAttentionConfig, ranks: int, rank: int) -> HybridAttentionConfig:
-    """The layer of rank `rank` of `ranks`; with more ranks than key/value heads several have the same of these."""
+    """The layer of rank `rank` of `ranks`; with more ranks than key/value heads, several ranks have the same key/value heads."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     share, kv_share = heads_of_rank(heads, kv_heads, ranks)
     if ranks > kv_heads and config.select_scope != "q_head":

@@ -1,4 +1,4 @@
-"""What a model stores for its layers of type "hybrid_attention"."""
+"""Settings of layers of type "hybrid_attention" in a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class HybridSettings(HybridAttentionSettings):
     """The settings of the kernels, and
 
     Args:
-        gate_bias: The gate projection has a bias (fresh gates are opened by it; released checkpoints have none).
+        gate_bias: The gate projection has a bias, which opens fresh gates; released checkpoints have none.
         shared_feature_map: One feature projection for all heads instead of one per query head.
-        salient_by_layer: Per layer, `salient_per_chunk` of its own, or None; layers of other types have a number that counts for nothing.
-        window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
+        salient_by_layer: `salient_per_chunk` of each layer (unused for other types), or None.
+        window_factors: For each layer and query head, a weight of the softmax terms (LoLCATs), or None.
     """
 
     shared_feature_map: bool = False
@@ -41,12 +41,14 @@ class HybridSettings(HybridAttentionSettings):
             )
         if self.salient_by_layer is not None:
             object.__setattr__(self, "salient_by_layer", tuple(self.salient_by_layer))
-        # The layer's own class holds the rules; the geometry does not matter to them.
+        # The layer's own class checks the settings, which do not depend on the geometry.
         for salient in {self.salient_per_chunk, *(self.salient_by_layer or ())}:
             self._layer(num_heads=1, num_kv_heads=1, head_dim=4, salient_per_chunk=salient)
 
-    def _layer(self, **given: Any) -> HybridAttentionConfig:
-        return HybridAttentionConfig(**{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)} | given)
+    def _layer(self, **options: Any) -> HybridAttentionConfig:
+        return HybridAttentionConfig(
+            **{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)} | options
+        )
 
     def layer_config(self, family: Any, layer: int, deployment: Deployment) -> HybridAttentionConfig:
         """The attention of layer `layer` of a model with the family configuration `family`.

@@ -1,1 +1,1 @@
-"""Softmax attention to latents that all heads share (MLA), as Kimi Linear has it: module and mixer."""
+"""Softmax attention to latents that all heads share (MLA), as in Kimi Linear: module and mixer."""

@@ -1,4 +1,4 @@
-"""Attention to latents in the place of a family's module, over the op still::Attention."""
+"""Latent attention, replacing a family's module, over the op still::Attention."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from still_kernels.attention.spec import ATTENTION
 
 
 class LatentAttention(SoftmaxAttention):
-    """Attention whose keys and values are projections of one latent of each token, which is what the cache keeps.
+    """Attention to one cached latent per token; keys and values are its projections.
 
-    A head's key is (K c, r) and its value V c, with c the latent and r a part that heads share. As q (K c) = (K^T q) c, queries are
-    projected to latents, all heads attend to (c, r) as to one key and value, and what they find is projected to values: what is read per
-    token does not depend on the number of heads, and nothing is expanded.
+    A head's key is (K c, r) and its value V c, with c the latent and r a part that heads share. Because q (K c) = (K^T q) c, queries are
+    projected to the space of latents, and all heads attend to (c, r) as one shared key and value. The result is projected to values. The
+    bytes read per token do not depend on the number of heads, and no key or value is expanded.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -62,16 +62,16 @@ class LatentAttention(SoftmaxAttention):
     def turn(
         self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The parts of queries [B, T, H, R] and keys [B, T, R] that may have positions: here none has."""
+        """Position-dependent parts of queries [B, T, H, R] and keys [B, T, R]; unchanged here."""
         return own, shared
 
     def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
-        """What the heads found, [B, T, H, V], as it goes to the last projection."""
+        """Input of the output projection, from the heads' values [B, T, H, V]."""
         return values
 
 
 class RotatedLatentAttention(LatentAttention):
-    """With rotated pairs of neighbours."""
+    """With rotary positions on pairs of neighbouring channels."""
 
     def turn(
         self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
@@ -83,7 +83,7 @@ class RotatedLatentAttention(LatentAttention):
 
 
 class BailingLatentAttention(RotatedLatentAttention):
-    """Ling's: a gate for each head, too."""
+    """Ling: also a gate for each head."""
 
     weight_roles: ClassVar[dict[str, str]] = {**LatentAttention.weight_roles, "g_proj.weight": GATE}
 
@@ -105,7 +105,7 @@ def _by_head(values: Tensor, weight: Tensor) -> Tensor:
 
 
 class LatentAttentionMixer(KeysMixer):
-    """Layers of type "latent_attention": to the op one head of keys, as wide as the latent and the shared part of the keys."""
+    """Layers of type "latent_attention". The op has one key head, as wide as the latent and the shared part of the keys."""
 
     name = "latent_attention"
     of_families = True

@@ -1,1 +1,1 @@
-"""Lightning attention: the gated rule with a decay that is each head's own and the same for all tokens; modules and mixer."""
+"""Lightning attention: the gated rule with a constant decay for each head; modules and mixer."""

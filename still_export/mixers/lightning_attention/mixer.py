@@ -1,4 +1,4 @@
-"""Lightning attention in the place of a family's module: MiniMax's, TransNormerLLM's, MiniCPM-SALA's."""
+"""Lightning attention, replacing modules of MiniMax, TransNormerLLM and MiniCPM-SALA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Lightning(FixedStateModule):
-    """What they share: head h forgets exp(-slopes[h]) of its state at each token."""
+    """Shared by all: head h multiplies its state by exp(-slopes[h]) at each token."""
 
     slopes: tuple[float, ...]
 
@@ -71,7 +71,8 @@ class MiniMaxLightning(Lightning):
 
 
 class TransNormer(Lightning):
-    """TransNormerLLM: a gate without an activation; in some layers each channel of queries and keys is two, turned by a learned angle.
+    """TransNormerLLM: a gate without activation. In some layers each channel of queries and keys becomes a pair, rotated by a learned
+    angle.
 
     Head h in layer l of L has the slope of `slopes_of` times 1 - l / (L - 1) + 1e-5.
     """
@@ -91,7 +92,7 @@ class TransNormer(Lightning):
     def forward(
         self, hidden: Tensor, past_key_values: Any = None, position_embeddings: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer; `position_embeddings` are the tokens' places [B, T, 1]."""
+        """The call of a decoder layer; `position_embeddings`: positions of the tokens [B, T, 1]."""
         query, key, value, gate = self.qkvu_proj(hidden).chunk(4, dim=-1)
         query, key, value = (x.unflatten(-1, (self.heads, -1)) for x in (silu(query), silu(key), value))
         if hasattr(self, "lrpe"):
@@ -142,8 +143,8 @@ class SalaLightning(Lightning):
 
 
 def slopes_of(heads: int) -> tuple[float, ...]:
-    """ALiBi's slopes: 2^(-8 (h + 1) / H), and for an H that is no power of two those of the next smaller one, then every other one of the
-    next larger one."""
+    """ALiBi's slopes: 2^(-8 (h + 1) / H). If H is no power of two: those of the next smaller power, then every other one of the next larger
+    power."""
     power = 2 ** math.floor(math.log2(heads))
     own = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     return (*own, *(2 ** (-4 * (h + 1) / power) for h in range(0, 2 * (heads - power), 2)))
@@ -157,7 +158,7 @@ MODULES: dict[str, type[Lightning]] = {
 
 
 class LightningAttentionMixer(FixedStatesMixer):
-    """Layers of type "lightning_attention"; a family's configuration says their `lightning_sizes`: H, D, V and the output's scale."""
+    """Layers of type "lightning_attention"; a family's configuration has `lightning_sizes`: H, D, V and the output's scale."""
 
     name = "lightning_attention"
     modules, what = MODULES, "Lightning attention"

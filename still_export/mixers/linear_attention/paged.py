@@ -18,14 +18,14 @@ from still_kernels.registry import kernels_of
 
 
 class PagedLinearAttention(PagedLayer):
-    """One rank's heads of a layer whose state is that of one still::LinearAttention.
+    """One rank's heads of a layer with the state of one still::LinearAttention.
 
     Args:
         rule, scale: See the op.
         states: H of the op, on this rank.
-        shared: Query heads of a state.
+        shared: Query heads that share a state.
         dim: D and V.
-        per_key: There is a decay for each channel of a key.
+        per_key: The decay is per channel of a key.
     """
 
     def __init__(self, rule: str, scale: float, states: int, shared: int, dim: int, per_key: bool) -> None:

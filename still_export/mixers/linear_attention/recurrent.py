@@ -15,11 +15,11 @@ from still_kernels.linear_attention.meaning import Inputs
 
 
 def recurrent(inputs: Inputs, cache: Any, index: int, ops: Sequence[LayerOp]) -> Tensor:
-    """Output [B, T, H, G, V] of layer `index`, whose ops with states of fixed size are `ops`; the cache's state is brought up to date.
+    """Output [B, T, H, G, V] of layer `index`; updates the cache's states. `ops`: the layer's ops with states of fixed size.
 
     Args:
-        inputs: Without new_tokens, which the cache knows.
-        cache: A StillCache, or None: sequences are new and equally long, and gradients go through.
+        inputs: Without new_tokens, which come from the cache.
+        cache: A StillCache, or None: sequences are new and equally long, with gradients.
     """
     if cache is None:
         return linear_attention_whole(inputs)

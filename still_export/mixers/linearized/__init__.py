@@ -1,1 +1,1 @@
-"""GLA and Gated DeltaNet in the place of softmax attention, with its projections: modules and mixers."""
+"""GLA and Gated DeltaNet, replacing softmax attention but reusing its projections: modules and mixers."""

@@ -1,7 +1,7 @@
-"""GLA and Gated DeltaNet as teacher and student, which start where closed forms come closest to the base's attention.
+"""GLA and Gated DeltaNet as teacher and student, initialized by least squares to be close to the base's attention.
 
-Source: the parts that are set follow Taylor-Calibrate, arXiv:2606.16429 (memory, write gate, output gate, values). They are found by least
-squares on the layer's output here: a search of few values per head, and ridge regression.
+Source: the same parts are initialized as in Taylor-Calibrate, arXiv:2606.16429 (memory, write gate, output gate, values). Here a search
+over few values per head and ridge regression minimize the squared error of the layer's output.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from still_export.mixers.linearized.module import (
 from still_export.mixers.trainable import TrainableModule, softmax_attention, without_lora
 
 MEMORIES = tuple(2.0**n for n in range(13))
-"""Tokens after which a head may keep 1/e."""
+"""Candidate memories of a head: tokens after which its state decays to 1/e."""
 STRETCHES = (1 / 64, 1 / 16, 1 / 4, 1.0, 4.0)
-"""Of the memories of a head's channels."""
+"""Candidate factors of the initial memories of a head's channels."""
 STEPS = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Share of a value that a token may write."""
+"""Candidates for the share of a value that a token writes."""
 ROUNDS = 2
-"""Searches of one kind of value with the others as they were found."""
+"""Number of passes over all kinds of values; each searches one kind with the others fixed."""
 FITTED = 0.75
-"""Share of the tokens that coefficients are found by; the others choose the ridge."""
+"""Share of tokens for fitting coefficients; the others choose the ridge."""
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridges by the mean eigenvalue of the inputs' second moments; none at all is tried too."""
 SMALLEST = 1e-12
 LEAST_SCALE = 0.1
-"""Of a channel's scale by that which makes its output as large as the base's, where its gate is found. Without it gates of channels that
-explain nothing grew to thousands, times scales near 0, and the first training step tore the two apart."""
+"""Least scale of a channel when its gate is fitted, relative to the scale that makes its output as large as the base's. Without it,
+channels that explain nothing got gates in the thousands and scales near 0, and the first training step diverged."""
 
 Setting = tuple[Sequence[float], Callable[[Tensor], None]]
-"""Values that are tried, and what gives each head [H] its own."""
+"""Candidate values, and a function that sets the value of each head [H]."""
 
 
 class Fitted(TrainableModule, LinearizedAttention):
-    """The form that trains."""
+    """The trainable form."""
 
     z_proj: nn.Linear
 
     def settings(self, hidden: Tensor) -> Iterator[Setting]:
-        """What is searched per head; hidden [B, T, channels] are inputs of the layer."""
+        """Settings searched per head; hidden [B, T, channels] are inputs of the layer."""
         raise NotImplementedError
 
     @torch.no_grad()
     def fit(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-        """Start as close to the base's outputs on `hidden` [B, T, channels] as `fit_to` gets."""
+        """Initialize by `fit_to` to the base's outputs on `hidden` [B, T, channels]."""
         query, key, value = self.heads(hidden)
         query, key = self.turned(query, key, position_embeddings)
         self.fit_to(softmax_attention(query, key, value), hidden, position_embeddings)
 
     @torch.no_grad()
     def fit_to(self, target: Tensor, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-        """Set the parameters that a base does not have so that squared errors to `target` [B, T, H, D], before `o_proj`, are small.
+        """Set the new parameters to minimize the squared error to `target` [B, T, H, D], the output before `o_proj`.
 
-        Memories and steps are searched on the first row. Scales, gates and LoRA of `o_proj`, where it has one, follow by regression, each
-        on what the one before left.
+        Memories and steps are searched on the first row. Scales, gates and, if present, LoRA of `o_proj` are fitted by regression, each on
+        the remaining error.
         """
         first = None if position_embeddings is None else (position_embeddings[0][:1], position_embeddings[1][:1])
         row = hidden[:1]
@@ -84,10 +84,10 @@ class Fitted(TrainableModule, LinearizedAttention):
         self._fit_output(rows.flatten(1), wanted.flatten(1), count)
 
     def _fit_gates(self, rows: Tensor, target: Tensor, inputs: Tensor, count: int) -> Tensor:
-        """Set scales and gates; normed outputs and target [n, H, D], inputs [n, channels], of which `count` are fitted to. Scaled and gated
-        outputs.
+        """Set scales and gates by the first `count` of n rows: normed outputs and target [n, H, D], inputs [n, channels]. Returns scaled
+        and gated outputs.
 
-        Gates are linear near OPEN_GATE, where silu and its derivative are 1. The second moments of inputs times outputs are taken to be
+        Gates are linear near OPEN_GATE, where silu and its derivative are 1. Second moments of inputs times outputs are approximated by
         those of the inputs times the outputs' mean square, so that all channels share one matrix.
         """
         scale = best_scale(rows[:count], target[:count])
@@ -118,7 +118,7 @@ class Fitted(TrainableModule, LinearizedAttention):
         return gated
 
     def _fit_output(self, outputs: Tensor, target: Tensor, count: int) -> None:
-        """Set LoRA of `o_proj`, where it has one, to the reduced-rank regression of the layer's error on `outputs` [n, H * D]."""
+        """Set LoRA of `o_proj`, if present, to a reduced-rank regression of the layer's error on `outputs` [n, H * D]."""
         projection: Any = self.o_proj
         if without_lora(projection) is projection:
             return
@@ -128,10 +128,12 @@ class Fitted(TrainableModule, LinearizedAttention):
         least, best = missing[count:].square().sum(), None
         for share in RIDGES:
             whole = ridge.solve(products, share)
-            kept = torch.linalg.eigh(whole.T @ ridge.moments @ whole)[1][:, -len(first) :]  # where the fit is largest
-            error = (missing[count:] - outputs[count:] @ whole @ kept @ kept.T).square().sum()
+            directions = torch.linalg.eigh(whole.T @ ridge.moments @ whole)[1][
+                :, -len(first) :
+            ]  # where the fit is largest
+            error = (missing[count:] - outputs[count:] @ whole @ directions @ directions.T).square().sum()
             if error < least:
-                least, best = error, (whole @ kept, kept)
+                least, best = error, (whole @ directions, directions)
         if best is None:
             return
         left, sizes, right = torch.linalg.svd(best[0], full_matrices=False)
@@ -151,13 +153,13 @@ class Ridge:
         self.sizes, self.directions = torch.linalg.eigh(self.moments)
 
     def solve(self, products: Tensor, share: float) -> Tensor:
-        """Coefficients [F, O] of targets whose products with the inputs are [F, O]; `share`: ridge by the mean eigenvalue."""
+        """Coefficients [F, O] from products of inputs and targets [F, O]; `share`: ridge relative to the mean eigenvalue."""
         ridge = share * self.sizes.mean().clamp_min(SMALLEST)
         return self.directions @ ((self.directions.T @ products) / (self.sizes + ridge)[:, None])
 
 
 def best_scale(rows: Tensor, target: Tensor) -> Tensor:
-    """Factor of each channel that brings rows [n, H, D] closest to target, [H, D]."""
+    """Least-squares factor of each channel between rows [n, H, D] and target, [H, D]."""
     return (rows * target).sum(0) / rows.square().sum(0).clamp_min(SMALLEST)
 
 

@@ -1,4 +1,4 @@
-"""Layers of type "linearized_gla" and "linearized_gdn", for the generic rooms."""
+"""Mixers of layers of type "linearized_gla" and "linearized_gdn"."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PagedLinearized(PagedLinearAttention):
     """One rank's heads of a layer.
 
     Args:
-        kind: The layer's module, which has the mathematics.
+        kind: The layer's module class, which defines the computation.
         heads, kv_heads: H, HK of the whole layer.
 
     Raises:
-        UnsupportedModelError: The heads cannot be shared among so many ranks.
+        UnsupportedModelError: The heads cannot be divided among the ranks.
     """
 
     def __init__(self, kind: type[LinearizedAttention], heads: int, kv_heads: int, dim: int, ranks: int) -> None:

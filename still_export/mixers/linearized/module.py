@@ -1,7 +1,7 @@
-"""Linear attention in the place of a softmax module: its projections and positions, gates of its own, one state per query head.
+"""Linear attention that replaces a softmax module: the same projections and positions, new gates, one state per query head.
 
-A student of few tokens should not have to find order and heads anew: RoPE stays, values stay as they are, keys and values are shared by
-the query heads as before, and fresh gates give each head a memory that is usable at once.
+A student trained on few tokens should not relearn order and heads. RoPE and values stay unchanged, query heads share keys and values as
+before, and initial gates give each head a usable memory.
 
 Source: KL-guided layer selection, arXiv:2512.20569; GLA, arXiv:2312.06635; Gated DeltaNet, arXiv:2412.06464.
 """
@@ -40,7 +40,7 @@ class LinearizedAttention(ProjectedAttention):
     Args:
         head_dim: D.
         heads: H, query heads.
-        ops: Of the layer.
+        ops: The layer's ops.
     """
 
     rule: ClassVar[str]
@@ -82,7 +82,7 @@ class LinearizedAttention(ProjectedAttention):
 
         Args:
             query, key: Before RoPE.
-            projected: What `projections` made, [.., H * size].
+            projected: Results of `projections`, [.., H * size].
         """
         raise NotImplementedError
 
@@ -138,9 +138,9 @@ class LinearizedAttention(ProjectedAttention):
         def turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             return self.turned(query, key, position_embeddings)
 
-        given = self.op_inputs(self.heads(hidden), projected, weights, turn)
+        parts = self.op_inputs(self.heads(hidden), projected, weights, turn)
         with maybe_autocast(hidden.device.type, enabled=False):  # the kernel chooses its own precision
-            inputs = Inputs(**given, update_rule=self.rule)  # type: ignore[arg-type]
+            inputs = Inputs(**parts, update_rule=self.rule)  # type: ignore[arg-type]
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
             return self.normed(output[:, :, :, 0])
 
@@ -183,7 +183,7 @@ class LinearizedGLA(LinearizedAttention):
 
 
 class LinearizedGatedDeltaNet(LinearizedAttention):
-    """The gated delta rule; queries and keys of unit length, then turned by their positions."""
+    """The gated delta rule; queries and keys are normalized, then rotated by their positions."""
 
     rule, per_key = "gated_delta", False
     weight_roles = LinearizedAttention.weight_roles | {"a_proj.weight": GATE, "b_proj.weight": GATE}

@@ -1,1 +1,1 @@
-"""Mamba's selective state space, the first, as linear attention: each channel is a head of one value, whose keys decay apart."""
+"""Mamba (version 1) as linear attention: each channel is a head with one value and a decay per key channel."""

@@ -1,4 +1,4 @@
-"""Mamba in the place of a family's module. C, B and x times the step are query, key and value; the step decays every key."""
+"""Mamba, replacing a family's module. C, B and x times the step are query, key and value; the step controls the decay per key channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Mamba(FixedStateModule):
-    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them."""
+    """The recurrence with its projections, convolution, skip, gate and optional norms."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "x_proj.weight", "out_proj.weight"), PROJECTION),
@@ -39,13 +39,13 @@ class Mamba(FixedStateModule):
             getattr(self, name)._buffers.clear()  # ones that Falcon-Mamba's norms do not read
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the convolution reads and the gate, [B, T, channels] each."""
+        """Returns (input of the convolution, gate), [B, T, channels] each."""
         mixed, gate = self.in_proj(hidden).chunk(2, dim=-1)
         return mixed, gate
 
     def parts(self, mixed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x and the step before its softplus [B, T, channels], B [B, T, groups, D] and C [B, T, groups, 1, D], of the convolution's
-        output `mixed` or of what the layer reads."""
+        """Returns (x and the step before its softplus [B, T, channels], B [B, T, groups, D], C [B, T, groups, 1, D]) from the convolution's
+        output `mixed` and the layer's input `hidden`."""
         parts = self.x_proj(mixed).split(self.sizes, dim=-1)
         if self.norms:
             parts = [getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True)]
@@ -79,8 +79,8 @@ class Mamba(FixedStateModule):
 
 
 class SharedMamba(Mamba):
-    """Mamba-in-Llama: x, B and C, made of an attention's values, keys and queries, lie in groups of D channels; one of x and B serves some
-    of C. The step has its bias twice, as models were trained. x is repeated before the convolution, or behind it.
+    """Mamba-in-Llama: x, B and C come from an attention's values, keys and queries, in groups of D channels. Several groups of C share one
+    of x and B. The step's bias is added twice, as in training. x is repeated before the convolution or after it.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -118,7 +118,7 @@ _NAMES = {
     "dim": ("mamba_d_state", "state_size"),
     "taps": ("mamba_d_conv", "conv_kernel"),
 }
-"""What hybrid families and Mamba itself call the sizes; "mixed" channels go through the convolution."""
+"""Names of the sizes in hybrid families and in Mamba; "mixed" channels go through the convolution."""
 
 
 class MambaMixer(FixedStatesMixer):

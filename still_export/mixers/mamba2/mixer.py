@@ -1,4 +1,4 @@
-"""Mamba-2 in the place of a family's module. Its C, B and x are query, key and value; the step decays the state and scales x."""
+"""Mamba-2, replacing a family's module. C, B and x are query, key and value; the step controls the decay and scales x."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Mamba2(FixedStateModule):
             config, "time_step_limit", base.time_step_limit
         )  # transformers clamps Nemotron-H by another field (#48989)
         self.limits = tuple(None if x is None or math.isinf(x) else x for x in limits)
-        """The least and the largest step; None: no bound, which TensorRT takes no infinity for."""
+        """The least and the largest step; None: no bound, because TensorRT does not accept infinity."""
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Gate, x, B and C, and the step, side by side, [B, T, channels]."""
+        """Gate, x, B, C and step, concatenated, [B, T, channels]."""
         return self.in_proj(hidden)
 
     def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, channels], B [B, T, groups, D] and C [B, T, groups, 1, D] of what leaves the convolution."""
+        """x [B, T, channels], B [B, T, groups, D] and C [B, T, groups, 1, D] from the convolution's output."""
         keys = self.groups * self.dim
         channels, key, query = mixed.split((self.heads * self.size, keys, keys), dim=-1)
         return channels, key.unflatten(-1, (self.groups, self.dim)), query.unflatten(-1, (self.groups, 1, self.dim))
 
     def normed(self, rows: Tensor, gate: Tensor) -> Tensor:
-        """What is projected, of the recurrence's outputs and silu of the gate, in groups that the norm takes together [B, T, groups, C],
-        both in at least float32."""
+        """Input of the output projection, from the recurrence's outputs and silu of the gate, in groups of the norm [B, T, groups, C], both
+        in at least float32."""
         rows = rows * gate
         rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
         return self.norm.weight.unflatten(0, (self.groups, -1)).to(rows.dtype) * rows
@@ -87,7 +87,7 @@ class Mamba2(FixedStateModule):
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
-        # As transformers has it, nothing is rounded between the recurrence and the projection behind the norm.
+        # As in transformers, values are not rounded between the recurrence and the output projection.
         output, x, gate = (t.unflatten(-1, (self.groups, -1)).to(wide) for t in (output.flatten(2), channels, gate))
         skip = self.D[:, None].expand(self.heads, self.size).reshape(self.groups, -1)
         rows = self.normed(output + skip.to(wide) * x, silu(gate))
@@ -95,7 +95,7 @@ class Mamba2(FixedStateModule):
 
 
 class FalconH1Mamba2(Mamba2):
-    """Falcon-H1: factors of the input and of what it is projected to, and a norm that may be left out."""
+    """Falcon-H1: factors of the input and its projections, and an optional norm."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
         super().__init__(base, ops, config)
@@ -116,8 +116,8 @@ class FalconH1Mamba2(Mamba2):
 
 
 class SharedMamba2(Mamba2):
-    """Mamba-in-Llama: heads of as many channels as keys have; x and B, made of an attention's values and keys, serve some heads each. They
-    are repeated for every head before the convolution, or behind it.
+    """Mamba-in-Llama: heads are as wide as keys. x and B come from an attention's values and keys, shared by several heads; they are
+    repeated for every head before the convolution or after it.
     """
 
     def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
@@ -158,7 +158,7 @@ _NAMES = {
     "size": ("mamba_d_head", "mamba_head_dim", "head_dim"),
     "taps": ("mamba_d_conv", "conv_kernel"),
 }
-"""What hybrid families, Nemotron-H and Mamba-2 itself call the sizes."""
+"""Names of the sizes in hybrid families, Nemotron-H and Mamba-2."""
 
 
 class Mamba2Mixer(FixedStatesMixer):

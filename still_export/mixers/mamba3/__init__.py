@@ -1,1 +1,1 @@
-"""Mamba-3 of one input and output, as flash-linear-attention has it: module and mixer."""
+"""Mamba-3 with one input and output (SISO), as in flash-linear-attention: module and mixer."""

@@ -1,7 +1,7 @@
-"""Mamba-3 in the place of a family's module.
+"""Mamba-3, replacing a family's module.
 
-Its state h := a h + b a k' v'^T + g k v^T, the prime being the token before, is read after the token. Without the token's own term that is
-S := a (S + (g' + b) k' v'^T), the gated rule of the token before, and h^T q = S^T q + g (q k) v.
+Its state h := a h + b a k' v'^T + g k v^T is read after each token; primes mark the previous token. Without the token's own term it is
+S := a (S + (g' + b) k' v'^T), the gated rule on the previous token, and h^T q = S^T q + g (q k) v.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Mamba3(FixedStateModule):
-    """The recurrence with its projections, norms of B and C, turns, skip and gate."""
+    """The recurrence with its projections, norms of B and C, rotations, skip and gate."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "out_proj.weight"), PROJECTION),
@@ -57,7 +57,7 @@ class Mamba3(FixedStateModule):
             for x, norm, bias in ((key, self.B_norm, self.B_bias), (query, self.C_norm, self.C_bias))
         )
         value = value.unflatten(-1, (heads, size))
-        # The token before, as a convolution has it.
+        # The previous token, from a convolution's state.
         mixed = torch.cat((key.flatten(2), value.flatten(2), own.to(key.dtype)), -1)
         taps = torch.tensor([1.0, 0.0], dtype=mixed.dtype, device=mixed.device).expand(mixed.shape[-1], 1, 2)
         mixed, after["conv_state"] = causal_conv(
@@ -77,8 +77,8 @@ class Mamba3(FixedStateModule):
         output, after["recurrent_state"] = linear_attention(inputs, before["recurrent_state"])
         if layer is not None:
             layer.store(after)
-        beside = own * (query.to(wide) * key.to(wide)).sum(-1) + self.D.to(wide)
-        rows = output.flatten(2, 3).to(wide) + beside[..., None] * value.to(wide)  # [B, T, H, V]
+        current = own * (query.to(wide) * key.to(wide)).sum(-1) + self.D.to(wide)
+        rows = output.flatten(2, 3).to(wide) + current[..., None] * value.to(wide)  # [B, T, H, V]
         if self.normed:
             rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
             rows = rows * self.norm.weight.to(wide).unflatten(0, (heads, size))
@@ -86,8 +86,8 @@ class Mamba3(FixedStateModule):
         return self.out_proj(rows.to(hidden_states.dtype))
 
     def turned(self, x: Tensor, bias: Tensor, turn: Tensor) -> Tensor:
-        """[B, T, groups, D] as heads [B, T, H, D], with `bias` [H, 1, D] added and their first channels turned, two beside each other by
-        an angle of `turn` [B, T, H, A]."""
+        """Repeat [B, T, groups, D] for heads [B, T, H, D], add `bias` [H, 1, D], and rotate the first pairs of neighbouring channels by
+        `turn` [B, T, H, A]."""
         heads, count = turn.shape[2:]
         rows = x.repeat_interleave(heads // x.shape[2], dim=2).to(turn.dtype) + bias[:, 0].to(turn.dtype)
         first, second = rows[..., : 2 * count].unflatten(-1, (count, 2)).unbind(-1)

@@ -1,1 +1,1 @@
-"""Softmax attention and Mamba-2 side by side in a layer, as Falcon-H1 has them: cache and mixer."""
+"""Softmax attention and Mamba-2 in parallel in a layer, as in Falcon-H1: cache and mixer."""

@@ -1,4 +1,4 @@
-"""Layers of type "parallel_mamba2", for the generic rooms."""
+"""The mixer of layers of type "parallel_mamba2"."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from still_kernels.attention.meaning import AttentionState
 
 
 class AttentionAndFixedStates(WithFixedStates[AttentionState], AttentionLayer):
-    """Keys and values, and beside them the states of the other ops."""
+    """Keys and values, and the states of the other ops."""
 
 
 class ParallelMamba2Mixer(Mixer):
-    """Layers of type "parallel_mamba2": softmax attention and Mamba-2 read the same tokens, the layer adds what they give."""
+    """Layers of type "parallel_mamba2": softmax attention and Mamba-2 read the same tokens; the layer adds their outputs."""
 
     name = "parallel_mamba2"
     of_families = True
@@ -36,6 +36,6 @@ class ParallelMamba2Mixer(Mixer):
         )
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        """The module in the place of either of the two that a layer has."""
+        """The module that replaces `base`, one of the layer's two."""
         mixer = self.attention if hasattr(base, "q_proj") else self.mamba2
         return mixer.module(base, config, index)

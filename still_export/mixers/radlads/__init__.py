@@ -1,1 +1,1 @@
-"""RWKV-6 and RWKV-7 in the place of a Qwen's softmax, as RADLADS has them: module and mixer."""
+"""RWKV-6 and RWKV-7, replacing a Qwen's softmax, as in RADLADS: module and mixer."""

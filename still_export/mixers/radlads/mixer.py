@@ -1,5 +1,5 @@
-"""The layers of RADLADS in the place of a family's modules: a Qwen's projections, key heads that serve several query heads, and the rule of
-RWKV-6 or RWKV-7 read behind the update. The token before is read where the family says so."""
+"""The layers of RADLADS, replacing a family's modules: a Qwen's projections, key heads shared by query heads, and the rule of RWKV-6 or
+RWKV-7, read after the update. Token shift is optional."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 
 Turn = tuple[Tensor, Tensor] | None
 LEAST_LOG = -5.0
-"""What the logarithm of a decay of RWKV-6 is at least."""
+"""Least logarithm of RWKV-6's decay."""
 UNIT_SQUARE = 1e-24
-"""Under the root of a key's length."""
+"""Added to the squared length of a key before the root."""
 
 
 class Tokens(NamedTuple):
-    """What a rule reads: what each projection read, by letter; query, key, value [B, T, H, D]; the first layer's values; new tokens [B]."""
+    """Inputs of a rule: inputs of each projection, by letter; query, key, value [B, T, H, D]; the first layer's values; new tokens [B]."""
 
     parts: dict[str, Tensor]
     query: Tensor
@@ -41,10 +41,10 @@ class Tokens(NamedTuple):
 
 
 class QwenRule(ShiftedModule):
-    """What both rules share: projections, heads, norm and gate of the output."""
+    """Shared by both rules: projections, heads, output norm and gate."""
 
     read: ClassVar[str]
-    """What tokens are projected to, by a letter each."""
+    """The projections, a letter for each."""
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys((f"{x}_proj.weight" for x in "qkvo"), PROJECTION),
         **dict.fromkeys((f"{x}_lora.{i}.weight" for x in "wavg" for i in (0, 2)), GATE),
@@ -58,7 +58,7 @@ class QwenRule(ShiftedModule):
         self.shifts = any(op.spec is CAUSAL_CONV for op in ops)
 
     def mixed(self, hidden: Tensor, off: Tensor) -> dict[str, Tensor]:
-        """What each projection reads of tokens [B, T, C], and of those before them less the tokens themselves."""
+        """Input of each projection, from tokens [B, T, C] and `off`, the previous tokens minus the tokens."""
         if not hasattr(self, "mix_in"):
             return {name: hidden + off * getattr(self, f"x_{name}") for name in self.read}
         shares = torch.tanh(self.mix_in(hidden + off * self.x_all)).unflatten(-1, (len(self.read), -1)).unbind(-2)
@@ -73,7 +73,7 @@ class QwenRule(ShiftedModule):
         first: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, C] to the same, and what later layers read of this one's values; `first` is that of the first layer, [B, T, 0] in it."""
+        """Returns (hidden states [B, T, C], values for later layers). `first`: the first layer's values, [B, T, 0] in the first layer."""
         states, new_tokens, layer = self.begin(hidden, past_key_values)
         after: dict[str, Tensor] = {}
         parts = dict.fromkeys(self.read, hidden)
@@ -100,7 +100,7 @@ class QwenRule(ShiftedModule):
         return self.o_proj(rows), value
 
     def rule(self, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Output [B, T, H, D] before the gate, what later layers read, and the state after the call."""
+        """Returns (output [B, T, H, D] before the gate, values for later layers, state after the call)."""
         raise NotImplementedError
 
     def heads(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class QwenRule(ShiftedModule):
         return x.unflatten(-1, (-1, self.dim))
 
     def normed(self, output: Tensor) -> Tensor:
-        """[B, T, H, D] behind the norm of each head, where there is one, in at least float32."""
+        """[B, T, H, D] after each head's norm, if there is one, in at least float32."""
         wide = torch.promote_types(output.dtype, torch.float32)
         if not hasattr(self, "ln_x"):
             return output
@@ -117,7 +117,7 @@ class QwenRule(ShiftedModule):
 
 
 class QwenRwkv6(QwenRule):
-    """The gated rule with a decay per key channel; what is written is what is forgotten, where the state is balanced."""
+    """The gated rule with a decay per key channel; keys are scaled by 1 - exp(decay) if the state is balanced."""
 
     read = "rkvwg"
 

@@ -1,1 +1,1 @@
-"""RWKV-7's two kinds of layers, each behind a shift of one token."""
+"""The two kinds of layers of RWKV-5 and RWKV-6, each after a shift of one token."""

@@ -1,7 +1,7 @@
-"""The layers of RWKV-5 and RWKV-6 in the place of a family's modules.
+"""The layers of RWKV-5 and RWKV-6, replacing a family's modules.
 
-A token reads the state before it is written, and its own key and value with a bonus: r S + (r . u k) v, then S := w S + k v^T. That is the
-gated rule over the keys, values and decays of the token before, which are computed of the two tokens that the layer keeps.
+A token reads the state before its own write, and its own key and value with a bonus: r S + (r . u k) v, then S := w S + k v^T. This is the
+gated rule on keys, values and decays of the previous token, which are computed from the two tokens that the layer stores.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MIXED = "wkvrg"
 
 
 class MixingModule(FixedStateModule):
-    """A module whose tokens read a part of the token before. RWKV-5 says a token's own part, RWKV-6 that of the one before."""
+    """A module with token shift. RWKV-5's weights are the token's own share, RWKV-6's that of the previous token."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
         self.ranks: Sequence[int] | None = base.ranks
 
     def share(self, name: str) -> Tensor:
-        """Of the token before, [1, 1, C]."""
+        """Share of the previous token, [1, 1, C]."""
         share: Tensor = getattr(self, f"x_{name}")
         return 1 - share if self.ranks is None else share
 
     def shift(self, x: Tensor, state: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The token before each token of x [B, T, C], and the state after the call."""
+        """Returns (the previous token of each token of x [B, T, C], the state after the call)."""
         columns = state.shape[-1]
         taps = x.new_tensor([*[0.0] * (columns - 1), 1.0, 0.0]).expand(x.shape[-1], 1, columns + 1)
         return causal_conv(ConvInputs(x, taps.contiguous(), None, new_tokens, "none"), state)
@@ -79,7 +79,7 @@ class TimeMix(MixingModule):
         self.heads = base.heads
 
     def mixed(self, hidden: Tensor, before: Tensor) -> dict[str, Tensor]:
-        """What each projection reads of tokens [B, T, C] and those before them."""
+        """Inputs of the projections, from tokens [B, T, C] and previous tokens."""
         off = before - hidden
         if self.ranks is None:
             return {name: hidden + off * self.share(name) for name in "kvrg"}
@@ -131,7 +131,7 @@ MODULES: dict[str, type[MixingModule]] = {"Rwkv6TimeMix": TimeMix, "Rwkv6Channel
 
 
 class Rwkv6Mixer(FixedStatesMixer):
-    """Layers of type "rwkv6": the family's own `layer_types` say "linear_attention" mixes tokens, "conv" mixes channels."""
+    """Layers of type "rwkv6": in the family's `layer_types`, "linear_attention" mixes tokens and "conv" mixes channels."""
 
     name = "rwkv6"
     modules, what = MODULES, "RWKV-5 and RWKV-6"

@@ -1,1 +1,1 @@
-"""RWKV-7's two kinds of layers, each behind a shift of one token."""
+"""RWKV-7's two kinds of layers, each after a shift of one token."""

@@ -1,4 +1,4 @@
-"""RWKV-7's layers in the place of a family's modules."""
+"""RWKV-7's layers, replacing a family's modules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from still_kernels.rank_one_attention.meaning import rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 
 LEAST_DECAY = -math.exp(-0.5)
-"""What the logarithm of a decay of RWKV-7 is more than."""
+"""Lower bound of the logarithm of RWKV-7's decay."""
 
 
 class ShiftedModule(FixedStateModule):
-    """A module whose tokens read a part of the token before."""
+    """A module with token shift."""
 
     def shift(self, x: Tensor, state: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The token before less each token of x [B, T, C], and the state after the call."""
+        """Returns (previous token minus token for x [B, T, C], the state after the call)."""
         taps = x.new_tensor([1.0, -1.0]).expand(x.shape[-1], 1, 2)
         return causal_conv(Inputs(x, taps.contiguous(), None, new_tokens, "none"), state)
 
@@ -36,12 +36,12 @@ class ShiftedModule(FixedStateModule):
 def rank_one_inputs(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, moved: Tensor, rate: Tensor, new_tokens: Tensor
 ) -> RankOneInputs:
-    """What RWKV-7's rule gives to the op, which reads the state behind its decay; the model reads it before.
+    """Inputs of the op for RWKV-7's rule. The op reads the state after its decay, the model before.
 
     Args:
         query, key, value: [B, T, H, D].
-        decay: Its logarithm, [B, T, H, D], float32.
-        moved: Keys of unit length whose values in the state move at `rate`, both [B, T, H, D], float32.
+        decay: Logarithm of the decay, [B, T, H, D], float32.
+        moved, rate: Unit keys, and the rate at which the state's values under them are removed, both [B, T, H, D], float32.
     """
     back, forth = (-moved * (-decay).exp()).to(value.dtype), (moved * rate).to(value.dtype)
     return RankOneInputs(query, key, value, decay, back, forth, new_tokens)
@@ -53,7 +53,7 @@ class ChannelMix(ShiftedModule):
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(("key.weight", "value.weight"), FEED_FORWARD)
 
     def forward(self, hidden: Tensor, cache: Any, first: Tensor) -> Tensor:
-        """[B, T, C] to the same; `first` is for layers that mix tokens."""
+        """Hidden states [B, T, C]; `first` is for layers that mix tokens."""
         states, new_tokens, layer = self.begin(hidden, cache)
         before, column = self.shift(hidden, states["conv_state"], new_tokens)
         if layer is not None:
@@ -62,7 +62,7 @@ class ChannelMix(ShiftedModule):
 
 
 class TimeMix(ShiftedModule):
-    """The rule: what a key of unit length finds in the state is moved, at a rate of each channel, before the token is written."""
+    """The rule: before a token is written, the state's value under a unit key is partly removed, at a rate per channel."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys((f"{x}_proj.weight" for x in "rkvo"), PROJECTION),
@@ -75,7 +75,7 @@ class TimeMix(ShiftedModule):
         self.heads, self.key_epsilon = base.heads, base.key_epsilon
 
     def forward(self, hidden: Tensor, cache: Any, first: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, C] to the same, and the layer's values, of all but the first layer mixed with its values, `first`."""
+        """Returns (hidden states [B, T, C], the layer's values); layers after the first mix in the first layer's values, `first`."""
         states, new_tokens, layer = self.begin(hidden, cache)
         before, column = self.shift(hidden, states["conv_state"], new_tokens)
         mixed = {name: hidden + before * getattr(self, f"x_{name}") for name in "rwkvag"}
@@ -108,7 +108,7 @@ MODULES: dict[str, type[ShiftedModule]] = {"Rwkv7TimeMix": TimeMix, "Rwkv7Channe
 
 
 class Rwkv7Mixer(FixedStatesMixer):
-    """Layers of type "rwkv7": the family's own `layer_types` say "linear_attention" mixes tokens, "conv" mixes channels."""
+    """Layers of type "rwkv7": in the family's `layer_types`, "linear_attention" mixes tokens and "conv" mixes channels."""
 
     name = "rwkv7"
     modules, what = MODULES, "RWKV-7"

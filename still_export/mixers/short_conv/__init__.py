@@ -1,1 +1,1 @@
-"""A gated short convolution alone, as LFM2 has it: module and mixer."""
+"""A gated short convolution, as in LFM2: module and mixer."""

@@ -1,4 +1,4 @@
-"""A gated short convolution in the place of a family's module: output = C * conv(B * x)."""
+"""A gated short convolution, replacing a family's module: output = C * conv(B * x)."""
 
 from __future__ import annotations
 

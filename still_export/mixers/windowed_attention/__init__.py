@@ -1,1 +1,1 @@
-"""Softmax layers of linear families that see the latest tokens alone, over the op still::HybridAttention."""
+"""Softmax layers with a window, in linear families, over the op still::HybridAttention."""

@@ -1,4 +1,4 @@
-"""WindowedAttention: the attention of a layer that sees the latest tokens alone."""
+"""WindowedAttention: softmax attention to the latest tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowedAttention(WindowModule):
 
 
 class GatedWindow(GatedHeads, WindowedAttention):
-    """The same of LFM3."""
+    """LFM3's windowed attention."""
 
 
 def window_for(base: Any) -> type[WindowedAttention]:
@@ -31,7 +31,7 @@ def window_for(base: Any) -> type[WindowedAttention]:
 
 
 class WindowedAttentionMixer(Mixer):
-    """Layers of type "windowed_attention", whose window is the family's `sliding_window`."""
+    """Layers of type "windowed_attention"; the window is the family's `sliding_window`."""
 
     name = WINDOWED
     of_families = True

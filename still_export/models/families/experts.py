@@ -1,4 +1,4 @@
-"""Experts of checkpoints, a tensor each or concatenated, as the model holds them: stacked, rows of gate and up projection in turns."""
+"""Convert experts of checkpoints, single or concatenated tensors, to the model's stacks, whose rows alternate between gate and up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_
 _ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")
 _ALL = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)")
 STACKED = (".experts.gate_up", ".experts.down")
-"""Ends of the names of our stacks."""
+"""Suffixes of the names of stacks."""
 _NAMES = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
@@ -28,9 +28,9 @@ _NAMES = (
     (".feed_forward.router.weight", ".feed_forward.gate.weight"),
     (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
 )
-"""Granite's, Jamba's and LFM2's, and ours."""
+"""Parts of names in Granite, Jamba and LFM2, and in the model."""
 FLOAT32 = ("e_score_correction_bias", "expert_bias", ".lrpe.theta")
-"""Ends of the names of tensors that are float32 in a model of any type: what they decide is not rounded."""
+"""Suffixes of tensors that stay float32 in a model of any type, because rounding them would change decisions."""
 
 
 def stacked_experts(tensors: Weights) -> dict[str, Weight]:
@@ -43,8 +43,8 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
     result: dict[str, Weight] = {}
     found: dict[str, dict[str, dict[int, Weight]]] = {}
     for name, tensor in tensors.items():
-        for theirs, ours in _NAMES:
-            name = name.replace(theirs, ours)
+        for published, here in _NAMES:
+            name = name.replace(published, here)
         if one := _ONE.fullmatch(name):
             found.setdefault(one[1], {}).setdefault(_PARTS[one[3]], {})[int(one[2])] = tensor
         elif (whole := _ALL.fullmatch(name)) and tensor.dim() == 3:
@@ -68,7 +68,7 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
 
 
 def single_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`tensors` with the experts of a stack apart, as published checkpoints have and name them; views, and of gated experts."""
+    """The inverse for gated experts: views, one for each matrix of an expert, with published names."""
     for name, tensor in tensors:
         if not name.endswith(STACKED):
             yield name, tensor
@@ -81,7 +81,7 @@ def single_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 
 
 def _with_turns(weight: Weight) -> Weight:
-    """Gate and up projections of all experts in one tensor, in turns; read one expert at a time where the file is."""
+    """Rows of concatenated gate and up projections, interleaved lazily."""
     if isinstance(weight, Tensor):
         return Deferred(weight.shape, weight.dtype, lambda: _in_turns(weight))
     narrow, part = weight.narrow, weight.part
@@ -94,12 +94,12 @@ def _with_turns(weight: Weight) -> Weight:
 
 
 def _in_turns(concatenated: Tensor) -> Tensor:
-    """Rows [E, 2 M, I] of gate and up projection one after the other, from all of the one before all of the other."""
+    """Rows [E, 2 M, I] of gate and up projection, interleaved; in `concatenated` all gate rows come first."""
     return concatenated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> Deferred:
-    """Experts of one or two matrices each, whose rows take turns."""
+    """A stack of experts with one matrix or two; rows of two are interleaved."""
     one = parts[0][0]
     for each in parts:
         for number, weight in each.items():
@@ -115,17 +115,17 @@ def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> De
 
 
 def _stacked_blocks(parts: Sequence[Mapping[int, Weight]]) -> SourceBlocks | None:
-    """Blocks of each expert, where all are of one kind."""
-    held = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
-    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert) for b in held}
+    """Blocks of each expert; None: they are of different kinds."""
+    blocks = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
+    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert) for b in blocks}
     kind = kinds.pop()
     return None if kinds or kind is None or kind.offsets else replace(kind, read=partial(_of_expert, parts))
 
 
 def _of_expert(parts: Sequence[Mapping[int, Weight]], number: int) -> BlockWeight:
     rows = parts[0][number].shape[0]
-    held = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
-    return joined(held, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
+    blocks = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
+    return joined(blocks, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
 
 
 def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:

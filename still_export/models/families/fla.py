@@ -1,4 +1,4 @@
-"""Models of flash-linear-attention: their configuration, and the modules that hold their weights.
+"""Models of flash-linear-attention: their configuration, and modules with their weights.
 
 transformers has no classes for them; the mixers compute, on the stack of layers that all of them share.
 """
@@ -18,20 +18,20 @@ from still_export.mixers.layers import FULL
 from still_export.models.families.stack import Stack, StackConfig
 
 HGRN2_EPSILON = 1e-5
-"""Of HGRN2's norm behind the rule: flash-linear-attention calls it without the configuration's."""
+"""Epsilon of HGRN2's norm after the rule, for which flash-linear-attention ignores the configuration."""
 
 
 @strict
 class FlaConfig(StackConfig):
-    """What their layers have, under transformers' names where it has the like.
+    """Settings of the layers, with transformers' names where it has them.
 
     Args:
-        linear_conv_kernel_dim: Taps of the convolutions of queries, keys and values; 0: there are none.
-        linear_gate: Activation of the output's gate, "silu" or "sigmoid"; None: there is none.
+        linear_conv_kernel_dim: Taps of the convolutions of queries, keys and values; 0: no convolutions.
+        linear_gate: Activation of the output's gate, "silu" or "sigmoid"; None: no gate.
         allow_neg_eigval: beta is up to 2.
         sliding_window: Latest tokens that softmax layers see; None: all.
-        clamp_min: Of GLA's decay; None: it is not clamped.
-        lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
+        clamp_min: Lower bound of GLA's decay; None: no bound.
+        lower_bounds: HGRN2's layers after the first have a learned lower bound of the forget gate.
     """
 
     vocab_size: int = 32000
@@ -62,7 +62,7 @@ class FlaConfig(StackConfig):
 
 
 class GatedRMSNorm(LlamaRMSNorm):
-    """Norm of each row, times an activation of its gate where there is one; in float32."""
+    """RMSNorm of each row in float32, times the activated gate if there is one."""
 
     def __init__(self, size: int, eps: float, activation: str | None) -> None:
         super().__init__(size, eps)
@@ -103,7 +103,7 @@ class FlaMixer(nn.Module):
         self.add_parts(config)
 
     def add_parts(self, config: Any) -> None:
-        """What one kind has beside these."""
+        """Add the modules that only this kind has."""
         raise NotImplementedError
 
     def add_gate_and_norm(self, config: Any) -> None:
@@ -140,7 +140,7 @@ class FlaGLA(FlaMixer):
 
 
 class FlaHGRN2(FlaMixer):
-    """Of an HGRN2; `lower_bound` [H * D] is what stays at least, in layers that have a bound."""
+    """HGRN2; `lower_bound` [H * D]: least value of the forget gate, in layers with a bound."""
 
     names = ("f_proj", "i_proj")
 
@@ -151,7 +151,7 @@ class FlaHGRN2(FlaMixer):
 
 
 class FlaHGRN(FlaHGRN2):
-    """Of an HGRN, the first, which has no queries."""
+    """HGRN (version 1), which has no queries."""
 
     def add_parts(self, config: Any) -> None:
         super().add_parts(config)
@@ -180,16 +180,16 @@ class FlaKind:
     """A model_type of flash-linear-attention.
 
     Args:
-        name: The model_type. title: Begins the names of its classes.
-        mixer: Of its linear layers.
-        module: Holds such a layer's weights, made of the configuration and the layer's number.
-        heads: Values of the configuration that follow from the heads in a config.json.
-        defaults: What a config.json may leave out.
-        covered: Of a config.json, settings and their values that are covered, beside those of all.
-        names: Parts of tensors' names, theirs and ours, beside those of all.
-        turned: Its mixers have positions.
-        further: By the name of further layers, their mixer and module.
-        fields: Of the configuration, beside FlaConfig's: type and default.
+        name: The model_type. title: Prefix of the names of its classes.
+        mixer: The mixer of its linear layers.
+        module: Class with the weights of a linear layer; arguments: configuration, layer number.
+        heads: Computes the configuration's head sizes from config.json.
+        defaults: Values of fields that config.json may omit.
+        covered: Further settings of a config.json, with their supported values.
+        names: Further pairs of name parts: in the checkpoint, in the model.
+        turned: Its linear layers use positions.
+        further: Mixer and module of further types of layers.
+        fields: Further fields of the configuration: type and default.
     """
 
     name: str
@@ -206,11 +206,11 @@ class FlaKind:
 
 
 KINDS: dict[str, FlaKind] = {}
-"""By model_type, as families are made (`fla_families.fla_family`)."""
+"""By model_type; filled by `fla_families.fla_family`."""
 
 
 class FlaBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
+    """A layer: norm, mixer, norm, feed-forward, with two residual connections."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Of flash-linear-attention gated linear attention (GLA, RetNet, HGRN, HGRN2), the delta rule (DeltaNet) and the gated delta rule
-(Gated DeltaNet), with softmax in some layers.
+"""flash-linear-attention's gated linear attention (GLA, RetNet, HGRN, HGRN2), delta rule (DeltaNet) and gated delta rule (Gated DeltaNet),
+with softmax in some layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from still_export.models.families.fla import (
 )
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Family, Published
-from still_export.models.families.stack import demand_covered, kept
+from still_export.models.families.stack import copied, demand_covered
 
 LINEAR = "linear_attention"
 
@@ -45,69 +45,69 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "share_conv_kernel": (False,),
         **kind.covered(config),
     }
-    given = {**kind.defaults, **config}
-    demand_covered(f"a {kind.name}", given, covered)
-    hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
+    settings = {**kind.defaults, **config}
+    demand_covered(f"a {kind.name}", settings, covered)
+    hidden, ratio = settings["hidden_size"], settings.get("hidden_ratio") or 4
     return {
-        **kept(config, *_KEPT),
-        **_softmax(given),
-        **kind.heads(given),
-        "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
-        "rms_norm_eps": given.get("norm_eps", 1e-6),
-        "linear_conv_kernel_dim": given.get("conv_size", 4) if given["use_short_conv"] else 0,
-        "allow_neg_eigval": given.get("allow_neg_eigval", False),
+        **copied(config, *_COPIED),
+        **_softmax(settings),
+        **kind.heads(settings),
+        "intermediate_size": settings.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
+        "rms_norm_eps": settings.get("norm_eps", 1e-6),
+        "linear_conv_kernel_dim": settings.get("conv_size", 4) if settings["use_short_conv"] else 0,
+        "allow_neg_eigval": settings.get("allow_neg_eigval", False),
     }
 
 
-_KEPT = ("model_type", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
+_COPIED = ("model_type", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
 
 
-def gated_delta_net_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, dim = given["num_heads"], given["head_dim"]
-    gate = {"swish": "silu"}.get(given.get("output_gate_activation", "swish"), given.get("output_gate_activation"))
-    return head_sizes(heads, given.get("num_v_heads") or heads, dim, dim * given["expand_v"]) | {
-        "linear_gate": gate if given["use_gate"] else None
+def gated_delta_net_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, dim = config["num_heads"], config["head_dim"]
+    gate = {"swish": "silu"}.get(config.get("output_gate_activation", "swish"), config.get("output_gate_activation"))
+    return head_sizes(heads, config.get("num_v_heads") or heads, dim, dim * config["expand_v"]) | {
+        "linear_gate": gate if config["use_gate"] else None
     }
 
 
-def delta_net_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = given["num_heads"], given["hidden_size"]
-    found = head_sizes(heads, heads, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
-    return found | {"linear_gate": "silu" if given["use_gate"] else None}
+def delta_net_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = config["num_heads"], config["hidden_size"]
+    found = head_sizes(heads, heads, hidden * config["expand_k"] / heads, hidden * config["expand_v"] / heads)
+    return found | {"linear_gate": "silu" if config["use_gate"] else None}
 
 
-def gla_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = given["num_heads"], given["hidden_size"]
-    kept = given.get("num_kv_heads") or heads
-    found = head_sizes(kept, kept, hidden * given["expand_k"] / heads, hidden * given["expand_v"] / heads)
+def gla_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = config["num_heads"], config["hidden_size"]
+    key_heads = config.get("num_kv_heads") or heads
+    found = head_sizes(key_heads, key_heads, hidden * config["expand_k"] / heads, hidden * config["expand_v"] / heads)
     return found | {
         "linear_num_query_heads": heads,
-        "linear_gate": "silu" if given["use_output_gate"] else None,
-        "clamp_min": given.get("clamp_min"),
+        "linear_gate": "silu" if config["use_output_gate"] else None,
+        "clamp_min": config.get("clamp_min"),
     }
 
 
-def hgrn2_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    hidden = given["hidden_size"]
-    ratio = given["expand_ratio"] or hidden // given["num_heads"]  # which decides where both are given
+def hgrn2_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = config["hidden_size"]
+    ratio = config["expand_ratio"] or hidden // config["num_heads"]  # expand_ratio has priority
     heads = hidden // ratio
     return head_sizes(heads, heads, ratio, hidden / heads) | {
         "linear_conv_activation": "none",
-        "lower_bounds": given["use_lower_bound"],
+        "lower_bounds": config["use_lower_bound"],
     }
 
 
-def hgrn_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    channels = int(given["hidden_size"] * given["expand_ratio"])
+def hgrn_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    channels = int(config["hidden_size"] * config["expand_ratio"])
     return head_sizes(channels, channels, 1, 1) | {
         "linear_num_query_heads": 0,
         "linear_conv_activation": "none",
-        "lower_bounds": given["use_lower_bound"],
+        "lower_bounds": config["use_lower_bound"],
     }
 
 
-def retnet_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = delta_net_heads({**given, "use_gate": given["use_output_gate"]})
+def retnet_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = delta_net_heads({**config, "use_gate": config["use_output_gate"]})
     turned: dict[str, Any] = {
         "head_dim": sizes["linear_key_head_dim"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -116,7 +116,7 @@ def retnet_heads(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:
-    """Sizes of the rule's heads of `dim` channels of keys and `size` of values."""
+    """Configuration of linear heads with `dim` channels for keys and `size` for values."""
     if dim != int(dim) or size != int(size):
         raise ConfigError(
             f"config.json gives heads of {dim:g} keys and {size:g} values, which are no whole numbers. Fix head_dim, expand_k, expand_v "
@@ -131,16 +131,16 @@ def head_sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dic
     }
 
 
-def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are softmax attention, by `attn`, and its heads; without such layers heads as one would make them."""
-    layers, found = given["num_hidden_layers"], given.get("attn")
+def _softmax(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Types of layers and sizes of softmax heads, from `attn`; without softmax layers, default sizes."""
+    layers, found = config["num_hidden_layers"], config.get("attn")
     if not found:
-        heads = given.get("num_heads") or 1  # HGRN2's may be left out
+        heads = config.get("num_heads") or 1  # HGRN2's may be left out
         return {
             "layer_types": [LINEAR] * layers,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
-            "head_dim": max(1, given["hidden_size"] // heads),
+            "head_dim": max(1, config["hidden_size"] // heads),
         }
     if isinstance(found, list):
         if len(found) > 1:
@@ -154,7 +154,7 @@ def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
         "layer_types": [FULL if i in found["layers"] else LINEAR for i in range(layers)],
         "num_attention_heads": found["num_heads"],
         "num_key_value_heads": found.get("num_kv_heads") or found["num_heads"],
-        "head_dim": given["hidden_size"] // found["num_heads"],
+        "head_dim": config["hidden_size"] // found["num_heads"],
         "attention_bias": found.get("qkv_bias", False),
         "sliding_window": None if found.get("window_size") is None else index(found["window_size"]),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(found.get("rope_theta") or 10000.0)},
@@ -162,7 +162,7 @@ def _softmax(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FlaConfigMixin(LinearConfigMixin):
-    """Softmax layers have a window where it is shorter than what they may see."""
+    """Softmax layers have a window only if it is shorter than the capacity."""
 
     sliding_window: int | None
 
@@ -201,7 +201,7 @@ def _convolved(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _retnet(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint."""
+    """RetNet's supported settings: no checkpoint has softmax layers or shared key heads."""
     return {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
 
 

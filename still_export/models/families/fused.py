@@ -1,4 +1,4 @@
-"""Linear layers that checkpoints hold as one, of query, key and value or of gate and up projection, as the model has them: apart."""
+"""Split fused linear layers of checkpoints (query, key and value; gate and up projection) into the model's layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _PART = re.compile(r"(model\.layers\.\d{1,6}\.)(?:self_attn\.([qkv])|mlp\.(gate|
 
 
 def whole_pair(module: str, b: Weight, tensors: Weights) -> tuple[str, Weight] | None:
-    """A LoRA pair of `module` [N, K] as one of the layer that `tensors` hold it in, beside others: that weight's name, and for `b` [N, r] a
-    factor whose other outputs are zero. None where no such layer is there, or has no place for so many outputs."""
+    """Extend the LoRA factor `b` [N, r] of `module` to the fused layer in `tensors`, with zeros for other outputs.
+
+    Returns:
+        (the fused weight's name, the factor); None: there is no fused layer, or its number of outputs does not fit.
+    """
     found = _PART.fullmatch(module)
     if found is None or b.dim() != 2:
         return None
@@ -39,10 +42,10 @@ def whole_pair(module: str, b: Weight, tensors: Weights) -> tuple[str, Weight] |
 
 
 def split_linear_layers(tensors: Weights, config: Any, expected: Collection[str]) -> dict[str, Weight]:
-    """`tensors` with such layers apart, but for those that the model, whose parameters are `expected`, has as one itself.
+    """`tensors` with fused layers split, except those among the model's parameters `expected`.
 
     Raises:
-        CheckpointError: A layer has another number of outputs than its parts together.
+        CheckpointError: A fused layer's number of outputs is not the sum of its parts'.
     """
     result: dict[str, Weight] = {}
     for name, tensor in tensors.items():

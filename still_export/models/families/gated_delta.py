@@ -25,7 +25,7 @@ PLACES = {"linear_attention": Place("gated_delta_net", ("linear_attn",)), "full_
 
 
 class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
-    """RoPE of text alone, whose places in time, height and width are one number. Of a model that sees images each channel has its row."""
+    """RoPE of text, where positions in time, height and width are equal. With a vision encoder each channel uses one of them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ from still_export.models.base import StillConfigMixin, StillModelMixin
 
 
 class GemmaConfigMixin(StillConfigMixin):
-    """Without what no checkpoint of Gemma 3 has."""
+    """Refuses settings that no checkpoint of Gemma 3 has."""
 
     def check(self, still: LayersConfig) -> None:
         for name, value in (("attn_logit_softcapping", None), ("use_bidirectional_attention", False)):
@@ -25,7 +25,7 @@ class GemmaConfigMixin(StillConfigMixin):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Rows times a factor that the weights' type rounds, as transformers has it, whose factor is a buffer that no checkpoint has."""
+    """Rows times a factor rounded to the weights' type, as in transformers, where the factor is a buffer that no checkpoint stores."""
 
     def __init__(self, weight: nn.Parameter, scale: float) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight)

@@ -1,4 +1,4 @@
-"""HypeNet: a Qwen3 whose attention was made Lightning attention in some layers, and lost its positions in the others.
+"""HypeNet: a Qwen3 with Lightning attention in some layers, and softmax attention without positions in the others.
 
 Source: Hybrid Linear Attention Done Right, arXiv:2601.22156.
 """
@@ -19,23 +19,23 @@ from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
 from still_export.models.families.minicpm_sala import LINEAR, SCALES, LightningConfigMixin, SalaLightningMixer
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 
 _TYPES = {"attn": FULL, **dict.fromkeys(("lightning-attn", "lightning_attn"), LINEAR)}
 _ORIGIN = 362.0
-"""Of attn_logits_scaling, where it names no other."""
+"""Default origin of attn_logits_scaling."""
 
 
 @strict
 class HypeConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        lightning_scale: Of the output of Lightning layers.
-        qk_norm, output_norm, output_gate: Of Lightning layers.
-        attention_gate, attention_rope: Of softmax layers.
-        query_scale: Of queries of softmax layers.
-        query_origin: They are scaled by log(place + query_origin) / log(query_origin); None: by no place.
+        lightning_scale: Scale of the output of Lightning layers.
+        qk_norm, output_norm, output_gate: In Lightning layers.
+        attention_gate, attention_rope: In softmax layers.
+        query_scale: Scale of queries in softmax layers.
+        query_origin: Queries in softmax layers are also scaled by log(position + query_origin) / log(query_origin); None: they are not.
     """
 
     vocab_size: int = 151936
@@ -90,7 +90,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"attn_logits_scaling={scaling!r} in config.json: the number in it must be at least 2. Fix it."
         )
     return {
-        **kept(
+        **copied(
             config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings", "initializer_range"
         ),
         "model_type": "hypenet",
@@ -128,7 +128,7 @@ class HypeAttention(nn.Module):
 
 
 class HypePositions(LlamaRotaryEmbedding):
-    """Behind the angles' cosines and sines, what queries of softmax layers are scaled by, [B, T, 1]."""
+    """Returns cosines, sines and, with `query_origin`, the scale of softmax layers' queries [B, T, 1]."""
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:

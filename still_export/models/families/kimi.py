@@ -15,7 +15,7 @@ PLACES = {
 
 
 class KimiConfigMixin(LinearConfigMixin):
-    """Kimi Linear's names, which Ling has too, and what of it is not covered."""
+    """Names of sizes in Kimi Linear and Ling; refuses settings that are not covered."""
 
     linear_num_key_heads = linear_num_value_heads = property(lambda self: self.linear_num_heads)
     linear_key_head_dim = linear_value_head_dim = property(lambda self: self.linear_head_dim)

@@ -1,6 +1,6 @@
-"""Lara-Mini, which transformers 5.24 has: gated delta rule, softmax in a window, softmax of all tokens without positions, experts.
+"""Lara-Mini (in transformers 5.24): gated delta rule, softmax in a window, softmax of all tokens without positions, experts.
 
-Published folders hold the input projections of the delta rule as one.
+Published folders have one fused input projection for the delta rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUSED = ".linear_attn.in_proj.weight"
 
 
 class LaraModelMixin(LinearModelMixin):
-    """Softmax layers of all tokens have no positions."""
+    """Softmax layers without a window have no positions."""
 
     def swap_mixers(self) -> None:
         for layer, kind in zip(self.model.layers, self.config.layer_types, strict=True):
@@ -32,10 +32,10 @@ class LaraModelMixin(LinearModelMixin):
 
 
 def tensors(found: dict[str, Weight]) -> dict[str, Weight]:
-    """Input projections apart: rows of queries, keys and values, of the output's gate, of beta, of the decay.
+    """Split input projections into rows of queries, keys and values, of the output gate, of beta, and of the decay.
 
     Raises:
-        CheckpointError: A layer has another number of rows.
+        CheckpointError: A projection has an unexpected number of rows.
     """
     result: dict[str, Weight] = {}
     for name, weight in found.items():

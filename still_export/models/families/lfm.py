@@ -1,4 +1,4 @@
-"""LFM2 and LFM3: a short convolution in most layers, softmax in the others, of LFM3 in a window, too."""
+"""LFM2 and LFM3: a short convolution in most layers, softmax in the others; LFM3 also has softmax with a window."""
 
 from __future__ import annotations
 

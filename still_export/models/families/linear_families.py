@@ -1,6 +1,6 @@
-"""Families whose layers are linear already, a file or a few kindred ones each; its first line says the layers.
+"""Families with linear layers. Each file has one family or a few related ones; its first line names the layers.
 
-Such a model is exported as it is: nothing is linearized, nothing untrained attached. Their STILL configuration follows from their own.
+Such a model is exported unchanged: no layer is linearized, no untrained layer attached. Its STILL configuration follows from its own.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
     "family",
     "FAMILIES",
 )
-"""Families by transformers' model_type, and those of systems."""
+"""By transformers' model_type; includes families of research systems."""

@@ -1,4 +1,4 @@
-"""What families whose layers are linear already share: where a layer's mixers lie, configuration and model around ours."""
+"""Base classes of families with linear layers: places of mixers, configuration, model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from still_export.models.families.support import check_heads, check_rope, check_
 
 @dataclass(frozen=True)
 class Place:
-    """Which of our mixers a layer of a family's type has, and the names of the modules that it replaces: one, or some side by side."""
+    """The mixer for a type of layer, and the names of the modules that it replaces: one, or several parallel ones."""
 
     mixer: str
     attributes: tuple[str, ...]
 
 
 class LinearConfigMixin(StillConfigMixin):
-    """Goes before a family's configuration; its layers are `places`, by the family's own `layer_types`."""
+    """Mixin for a family's configuration; `places` is keyed by the family's own `layer_types`."""
 
     places: ClassVar[dict[str, Place]]
     stored = LayersConfig
@@ -42,8 +42,8 @@ class LinearConfigMixin(StillConfigMixin):
             raise UnsupportedModelError(
                 f"layer_types in config.json name {', '.join(unknown)}; covered for {self.model_type}: {', '.join(self.places)}."  # type: ignore[attr-defined]
             )
-        given = StillConfig.from_dict(self.still_config or {})  # with settings of hybrid layers until version 0.1
-        return LayersConfig(layer_types=tuple(self.places[name].mixer for name in types), deployment=given.deployment)
+        still = StillConfig.from_dict(self.still_config or {})  # with settings of hybrid layers until version 0.1
+        return LayersConfig(layer_types=tuple(self.places[name].mixer for name in types), deployment=still.deployment)
 
     def check(self, still: LayersConfig) -> None:
         check_heads(self)
@@ -54,14 +54,14 @@ class LinearConfigMixin(StillConfigMixin):
 
 
 class HeadlessConfigMixin(LinearConfigMixin):
-    """No heads of softmax attention to check."""
+    """For families without softmax heads to check."""
 
     def check(self, still: LayersConfig) -> None:
         pass
 
 
 class LinearModelMixin(StillModelMixin):
-    """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on either side."""
+    """Mixin for a family's `...ForCausalLM`: replaced mixers, tensor-only cache, batches padded on either side."""
 
     def swap_mixers(self) -> None:
         config = self.config
@@ -72,7 +72,7 @@ class LinearModelMixin(StillModelMixin):
 
 
 class LlamaModelMixin(LinearModelMixin):
-    """Llama's base model takes one mask, not one of each kind of layers."""
+    """Llama's base model accepts one mask, not one for each type of layer."""
 
     def decode(self, positions: Any, cache: Any, **kwargs: Any) -> Any:
         mask = self.model.embed_tokens.weight.new_zeros(1, 1, 1, 1)
@@ -85,7 +85,7 @@ class MambaModelMixin(LinearModelMixin):
     """For classes with "mamba" in their name."""
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Without the cache that transformers makes for them, beside the one that it is given."""
+        """Drops the second cache, which transformers makes for these classes."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("cache_params", None)
         return inputs
@@ -99,7 +99,7 @@ def linear_family(
     mixins: tuple[type, type] = (LinearConfigMixin, LinearModelMixin),
     **more: Any,
 ) -> Family:
-    """A family of `make_family` with a class of transformers, and the places of its layers' mixers."""
+    """`make_family` for a class of transformers, with the places of its mixers."""
     return make_family(module, config, model, mixins, linear=True, places=places, **more)
 
 
@@ -113,6 +113,6 @@ def stack_family(
     name: str = "",
     **more: Any,
 ) -> Family:
-    """A family of `make_family` whose layers are a `stack` of ours, made of the configuration; its name is by default the title's."""
+    """`make_family` for a model around the `Stack` that `stack` makes from a configuration; default name: the title in lower case."""
     model = type(f"{title}Stack", (StackForCausalLM,), {"stack": staticmethod(stack), "__module__": module})
     return make_family(module, config, model, mixins, title=title, name=name or title.lower(), linear=True, **more)

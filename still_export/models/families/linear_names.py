@@ -1,4 +1,4 @@
-"""Names that published checkpoints of linear families have, where transformers has others."""
+"""Renames tensors of published checkpoints of linear families to transformers' names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from still_export.models.read.weights import Deferred, Weight, Weights, exact_va
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-_FOLLOWS = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
-"""Tensors of MiniMax that follow from a layer's number."""
+_DERIVED = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
+"""Tensors of MiniMax that are computed from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -55,10 +55,10 @@ _LOWER_BOUNDS = "model.lower_bounds"
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class.
+    """The configuration of the language model alone, also for models with a vision encoder.
 
     Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
+        ConfigError: A value is missing, has another type, or contradicts another.
         UnsupportedModelError: A variant that is not covered.
     """
     config = {**config, "model_type": recognised(config)}
@@ -83,7 +83,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
 def published_names(
     model_type: str, tensors: Weights, config: Mapping[str, Any]
 ) -> tuple[dict[str, Weight], dict[str, dict[str, Weight]]]:
-    """The language model's tensors under transformers' names, and the others, by what they are for.
+    """Returns (the language model's tensors under transformers' names, unused tensors by purpose).
 
     Raises:
         CheckpointError: A convolution lacks a part.
@@ -92,28 +92,27 @@ def published_names(
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
     rename = published.renamed or partial(_renamed, parts=names)
-    kept: dict[str, Weight] = {}
+    language: dict[str, Weight] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
-        ours = rename(_LANGUAGE.sub("model.", name))
+        new_name = rename(_LANGUAGE.sub("model.", name))
         what = next((what for begin, what in NOT_LANGUAGE.items() if name.startswith(begin)), None)
-        if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
+        if isinstance(behind, int) and (layer := _LAYER.match(new_name)) and int(layer[1]) >= behind:
             what = AHEAD
         if not what and published.unused:
-            what = published.unused(ours, config)
+            what = published.unused(new_name, config)
         if what:
-            others.setdefault(what, {})[ours] = tensor
-        elif not name.endswith(_FOLLOWS):
-            kept[ours] = tensor
-    kept = _bounded(_joined_convolutions(kept))
-    kept = published.moved(kept, config) if published.moved else kept
-    return published.tensors(kept) if published.tensors else kept, others
+            others.setdefault(what, {})[new_name] = tensor
+        elif not name.endswith(_DERIVED):
+            language[new_name] = tensor
+    language = _bounded(_joined_convolutions(language))
+    language = published.moved(language, config) if published.moved else language
+    return published.tensors(language) if published.tensors else language, others
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
-    """HGRN2's bounds, which all layers learn together, as one for each layer but the first: what the layers up to it have of a softmax over
-    layers, without the first one's."""
+    """Split HGRN2's shared bounds by layer: cumulative sums of a softmax over layers, without the first layer's share."""
     together = tensors.pop(_LOWER_BOUNDS, None)
     if together is None:
         return tensors
@@ -132,13 +131,13 @@ def _lower_bound(together: Weight, layer: int) -> Tensor:
 
 
 def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:
-    for theirs, ours in parts:
-        name = name.replace(theirs, ours)
+    for old, new in parts:
+        name = name.replace(old, new)
     return name
 
 
 def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
-    """Those of queries, keys and values, which some keep apart, as one."""
+    """Join separate convolutions of queries, keys and values."""
     result: dict[str, Weight] = {}
     parts: dict[str, dict[str, Weight]] = {}
     for name, tensor in tensors.items():

@@ -22,7 +22,7 @@ from still_export.models.families.linear_mixins import (
 from still_export.models.families.stack import Stack, StackForCausalLM
 
 FIELDS = {"max_position_embeddings": (int, 1 << 20)}
-"""Nothing in these models has a position, so their context is as long as one likes."""
+"""These models have no positions, so any context length is possible."""
 
 
 class Mamba2ModelMixin(MambaModelMixin):
@@ -41,13 +41,13 @@ class Mamba1ModelMixin(Mamba2ModelMixin):
 
 
 class FalconMambaModelMixin(Mamba2ModelMixin):
-    """The same with norms of the step, B and C."""
+    """With norms of the step, B and C."""
 
     block, norm = FalconMambaBlock, FalconMambaRMSNorm
 
 
 class JambaConfigMixin(LinearConfigMixin):
-    """The channels of its Mamba layers, as a size."""
+    """`mamba_inner`: channels of its Mamba layers."""
 
     mamba_inner = property(lambda self: self.mamba_expand * self.hidden_size)
 

@@ -1,4 +1,4 @@
-"""Mamba-3 in every layer, as flash-linear-attention writes it: configuration, modules that hold the weights, family."""
+"""Mamba-3 in every layer, as in flash-linear-attention: configuration, modules with the weights, family."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, kept
+from still_export.models.families.stack import Stack, StackConfig, copied
 
 
 @strict
 class Mamba3Config(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        groups: Of heads that share B and C.
-        angles: By which pairs of a state's channels turn.
-        least_rate: A head forgets at least so fast.
-        output_norm: Heads are normed before the gate.
+        groups: Number of groups of heads that share B and C.
+        angles: Number of angles that rotate pairs of a state's channels.
+        least_rate: Least decay rate of a head.
+        output_norm: Heads are normalized before the gate.
     """
 
     vocab_size: int = 32000
@@ -57,7 +57,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"state_size={dim} channels. Fix expand, head_dim, n_groups or rope_fraction."
         )
     return {
-        **kept(config, "num_hidden_layers", "use_bias", "norm_eps", "initializer_range"),
+        **copied(config, "num_hidden_layers", "use_bias", "norm_eps", "initializer_range"),
         "model_type": "mamba3",
         "hidden_size": width,
         "num_attention_heads": inner // size,

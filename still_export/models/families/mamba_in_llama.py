@@ -1,4 +1,4 @@
-"""Mamba-in-Llama: a Llama or Mistral whose attention was made Mamba or Mamba-2 in some layers. Weights, families.
+"""Mamba-in-Llama: a Llama or Mistral with Mamba or Mamba-2 in some layers. Weights, families.
 
 Source: The Mamba in the Llama, arXiv:2408.15237. Folders have the base's config.json and mamba_config.json, or one file with the fields of
 both, as Qwerky writes them.
@@ -21,7 +21,7 @@ from still_export.folders.families import IN_LLAMA
 from still_export.mixers.layers import FULL
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 LINEAR = "linear_attention"
@@ -30,7 +30,7 @@ _TRAINING = (
     *("A_init_range", "conv_init", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "headdim"),
     *("chunk_size", "use_mem_eff_path", "use_fast_path"),
 )
-"""Fields of ssm_cfg that change no trained model."""
+"""Fields of ssm_cfg without effect on a trained model."""
 _COVERED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("bias", "proj_x_bias", "proj_z_bias", "out_proj_bias", "norm_before_gate", "D_has_hdim"), (False,)
@@ -41,13 +41,13 @@ _COVERED: dict[str, tuple[Any, ...]] = {
 
 @strict
 class InLlamaConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        mamba_inner: Channels of the gate, of C and of the output of a Mamba layer.
-        mamba_shared: Of x and B, which serve mamba_inner / mamba_shared groups of mamba_d_state channels each.
-        mamba_repeat_first: They are repeated before the convolution, else behind it.
-        mamba_dt_rank: Of the step, of Mamba alone.
+        mamba_inner: Channels of a Mamba layer's gate, C and output.
+        mamba_shared: Channels of x and B, each used by mamba_inner / mamba_shared groups of mamba_d_state channels.
+        mamba_repeat_first: x and B are repeated before the convolution, else after it.
+        mamba_dt_rank: Rank of the step; Mamba only.
     """
 
     vocab_size: int = 128256
@@ -113,8 +113,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     rank = ssm.get("dt_rank", "auto")
     return {
-        **kept(config, "intermediate_size", "rms_norm_eps", "initializer_range"),
-        **(kept(config, "max_position_embeddings") if FULL in kinds else {}),
+        **copied(config, "intermediate_size", "rms_norm_eps", "initializer_range"),
+        **(copied(config, "max_position_embeddings") if FULL in kinds else {}),
         "model_type": kind,
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -134,7 +134,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class InLlamaConfigMixin(LinearConfigMixin):
-    """Sizes as Mamba-2's mixer asks for them."""
+    """Sizes under the names that Mamba-2's mixer reads."""
 
     @property
     def second(self) -> bool:
@@ -151,7 +151,7 @@ class InLlamaConfigMixin(LinearConfigMixin):
 
     @property
     def mamba_n_groups(self) -> int:
-        """Groups of B and C beside one of x in what the convolution reads."""
+        """Number of groups of B and C in the convolution's input."""
         return self.mamba_n_heads if self.mamba_repeat_first else self.mamba_shared // self.mamba_d_state  # type: ignore[attr-defined]
 
     @property
@@ -160,11 +160,11 @@ class InLlamaConfigMixin(LinearConfigMixin):
 
 
 _EPSILON = 1e-5
-"""Of Mamba-2's norm of a head, whatever the model's others are."""
+"""Epsilon of Mamba-2's norm of a head; other norms use the configuration's."""
 
 
 def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """With projections taken apart that code for inference, and Qwerky, keep as one."""
+    """Split the projections that inference code and Qwerky fuse."""
     inner, shared = config["mamba_inner"], config["mamba_shared"]
     heads, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
     whole = {
@@ -200,7 +200,7 @@ def _rows(whole: Weight, start: int, count: int) -> Tensor:
 
 
 class InLlamaWeights(nn.Module):
-    """What layers of both kinds have; `mixed` channels go through the convolution."""
+    """Weights of both kinds of layers; `mixed` channels go through the convolution."""
 
     activation = "silu"
 
@@ -242,7 +242,7 @@ class InLlamaMamba2(InLlamaWeights):
 
 
 class InLlamaBlock(nn.Module):
-    """A Llama's layer with Mamba in the place of its attention, or with its `attention` as `place`."""
+    """A Llama layer with Mamba instead of attention, or with its attention under the name `place`."""
 
     attention: type[nn.Module] = LlamaAttention
     place = "self_attn"

@@ -1,6 +1,6 @@
 """MiniCPM-SALA: Lightning attention in most layers, softmax over chosen blocks in the others.
 
-The published folder has code of its own. Here are configuration, modules that hold the weights, family.
+The published folder has its own code, which is not run. Here are configuration, modules with the weights, family.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, copied, demand_covered
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
-"""Of transformers' names, which alone it lets a configuration have."""
+"""Names of layers that transformers accepts in a configuration."""
 _TYPES = {"minicpm4": SPARSE, **dict.fromkeys(("lightning", "lightning_attn", "lightning-attn"), LINEAR)}
 SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
-"""Powers of the channels of a head that the output of Lightning layers is scaled by, by their published names."""
+"""Exponents e, by published name: Lightning layers scale their output by (channels of a head)^e."""
 
 
 @strict
 class SalaConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like; others are the published ones.
+    """Settings of its layers, with transformers' names where it has them; others are the published ones.
 
     Args:
-        lightning_scale: Of the output of Lightning layers.
-        sparse_config: How blocks are chosen, by the attributes of SelectBlocks.
-        embed_scale, residual_scale, logits_scale: Embeddings, what a layer adds, and the last hidden states are multiplied with them.
+        lightning_scale: Scale of the output of Lightning layers.
+        sparse_config: Attributes of SelectBlocks.
+        embed_scale, residual_scale, logits_scale: Factors of embeddings, of residual branches, and of the last hidden states.
     """
 
     vocab_size: int = 73448
@@ -67,7 +67,7 @@ class SalaConfig(StackConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     sparse, dim = config["sparse_config"], int(config["head_dim"])
-    given = {
+    settings = {
         **config,
         "sparse_config.use_nope": sparse.get("use_nope", False),
         "lightning_scale": config["lightning_scale"],
@@ -79,7 +79,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "lightning_scale": tuple(SCALES),
         "lightning_head_dim": (dim,),
     }
-    demand_covered("a minicpm_sala", given, covered)
+    demand_covered("a minicpm_sala", settings, covered)
     for name in config["mixer_types"]:
         demand_covered("a minicpm_sala", {"mixer_types": name}, {"mixer_types": tuple(_TYPES)})
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
@@ -93,8 +93,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         **(config.get("rope_scaling") or {}),
     }
     return {
-        **kept(config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"),
-        **kept(config, "attention_bias", "qk_norm", "initializer_range"),
+        **copied(config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"),
+        **copied(config, "attention_bias", "qk_norm", "initializer_range"),
         "model_type": "minicpm_sala",
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -124,7 +124,7 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         raise ConfigError(
             f"sparse_config.window_size={window} in config.json must be a multiple of block_size={block}. Fix one of them."
         )
-    given = {
+    choice = {
         "block_size": block,
         "mean_stride": stride,
         "mean_length": kernel,
@@ -133,7 +133,7 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         "local_blocks": window // block,
         "dense_length": dense,
     }
-    return checked_choice(given, "sparse_config in config.json")
+    return checked_choice(choice, "sparse_config in config.json")
 
 
 class SalaSparseMixer(nn.Module):
@@ -167,7 +167,7 @@ class SalaLightningMixer(nn.Module):
 
 
 class SalaBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward; what each pair adds is scaled."""
+    """A layer: norm, mixer, norm, feed-forward, with two scaled residual branches."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class SalaConfigMixin(LightningConfigMixin):
 
 
 class SalaModelMixin(LinearModelMixin):
-    """Its stack, and logits of scaled hidden states."""
+    """Builds the stack; logits are of scaled hidden states."""
 
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -16,7 +16,7 @@ from still_export.models.families.linear_mixins import LinearConfigMixin, Linear
 
 
 class MiniMaxConfigMixin(LinearConfigMixin):
-    """Sizes of its Lightning layers, and what of MiniMax is not covered."""
+    """Sizes of Lightning layers; refuses settings that are not covered."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
         size = head_size(self)
@@ -31,7 +31,7 @@ class MiniMaxConfigMixin(LinearConfigMixin):
 
 
 class MiniMaxModelMixin(LinearModelMixin):
-    """Its base model takes no cache but its own where it is to be told of one."""
+    """MiniMax's base model accepts only its own cache class with use_cache, so that is False here."""
 
     def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
         masks = no_mask(self.config, self.model.embed_tokens.weight)

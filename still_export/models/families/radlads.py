@@ -1,6 +1,6 @@
-"""Qwen2.5 and Qwen3 whose softmax RADLADS made RWKV-6 or RWKV-7, in all layers or some (QRWKV, Qwerky).
+"""Qwen2.5 and Qwen3 converted by RADLADS to RWKV-6 or RWKV-7, in all layers or some (QRWKV, Qwerky).
 
-Source: RADLADS, arXiv:2505.03005. Forms share a model_type; what config.json says tells them apart.
+Source: RADLADS, arXiv:2505.03005. Forms share a model_type; fields of config.json distinguish them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from still_export.models.families.linear_mixins import Place, stack_family
 from still_export.models.families.rwkv6 import turned
 from still_export.models.families.rwkv7 import low_rank
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered, rope_of
 from still_export.models.read.weights import Weight
 
 LINEAR = "linear_attention"
@@ -28,26 +28,26 @@ NAMES = ("rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3")
 UNUSED = "RWKV-7 that its published code does not read"
 _GATES = ("none", "full", "low_rank")
 SHARES = "rkvwg"
-"""What RWKV-6 mixes of a token and the one before, in the order of the file."""
+"""Vectors that RWKV-6 mixes with the previous token's, in the order of the file."""
 _PARAMETER = re.compile(r"(model\.layers\.(\d{1,6})\.self_attn)\.(\w+)")
 _LOW_RANK = re.compile(r"([wavg])([12])")
 
 
 @strict
 class RadladsConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
         seven: RWKV-7's rule, else RWKV-6's.
-        token_shift: Projections read a part of the token before.
-        balanced: Keys are scaled by what is forgotten.
-        key_scales: Keys have scales of their own (k_k, k_a).
-        bonus: A token reads its own value by another key (r_k).
-        head_norm: Of the output of each head.
-        gate: Of the output: none, full or low_rank.
-        ranks: Of the low-rank parts: decay, rate, share of the first layer's values, gate, shares of the token before.
-        use_rope: Queries and keys are turned by their positions.
-        qk_norm: Queries and keys have a norm.
+        token_shift: Projections also read the previous token.
+        balanced: Keys are scaled by 1 - decay, in RWKV-7 by 1 - decay + rate.
+        key_scales: Keys have learned scales (k_k, k_a).
+        bonus: A token reads its own value through a separate key (r_k).
+        head_norm: The output of each head is normalized.
+        gate: Output gate: none, full or low_rank.
+        ranks: Ranks of decay, rate, share of the first layer's values, gate, and token shift.
+        use_rope: Queries and keys are rotated by their positions.
+        qk_norm: Queries and keys are normalized.
     """
 
     vocab_size: int = 151936
@@ -104,7 +104,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "bos_token_id": None,
         "eos_token_id": None,
-        **kept(config, "intermediate_size", "rms_norm_eps", "initializer_range", *context),
+        **copied(config, "intermediate_size", "rms_norm_eps", "initializer_range", *context),
         "model_type": kind,
         "hidden_size": width,
         "num_hidden_layers": layers,
@@ -129,7 +129,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _demand_form(kind: str, config: Mapping[str, Any], first: bool) -> None:
-    """Raise UnsupportedModelError where config.json says what no published code of this form reads, or too little."""
+    """Raise UnsupportedModelError for settings that no published code of this form reads, or that leave the form ambiguous."""
     if kind == "rwkv7qwen2" and not first and "balance_state" not in config:
         raise UnsupportedModelError(
             "config.json of an rwkv7qwen2 model has use_rope and no balance_state: a form between the first one and the released one, "
@@ -153,7 +153,7 @@ def _demand_form(kind: str, config: Mapping[str, Any], first: bool) -> None:
 
 
 def _is_softmax(config: Mapping[str, Any], layer: int, layers: int) -> bool:
-    """Whether a layer is one of the last `num_attention_layers`, of which up to last_striping_layer each attention_striping-th counts."""
+    """Whether a layer is softmax: one of the last `num_attention_layers`, and up to last_striping_layer one in `attention_striping`."""
     stripe, last = int(config.get("attention_striping") or 1), int(config.get("last_striping_layer", 99999))
     if layer < layers - int(config.get("num_attention_layers") or 0):
         return False
@@ -161,12 +161,12 @@ def _is_softmax(config: Mapping[str, Any], layer: int, layers: int) -> bool:
 
 
 def _rank(width: int, power: float, factor: float) -> int:
-    """A multiple of 32 near factor * width ** power, where config.json says no rank."""
+    """Default rank: a multiple of 32 near factor * width ** power."""
     return 32 * max(1, round(width**power * factor / 32))
 
 
 def unused(name: str, config: Mapping[str, Any]) -> str:
-    """As of `Published`: parameters of RWKV-7 that its files have in every form."""
+    """See `Published`: some forms of RWKV-7 do not use all parameters in their files."""
     match = _PARAMETER.fullmatch(name)
     if match is None or not config["seven"]:
         return ""
@@ -176,7 +176,7 @@ def unused(name: str, config: Mapping[str, Any]) -> str:
 
 
 def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """With low-rank products, which lie as [in, out], as linear layers, and RWKV-6's parameters under the names of RWKV-7's."""
+    """Transpose low-rank matrices [in, out] to linear layers, and rename RWKV-6's parameters to RWKV-7's names."""
     shifts = {"time_maa_x": "x_all", **{f"time_maa_{x}": f"x_{x}" for x in SHARES}}
     plain = {**shifts, "time_decay": "w0"}
     products = {"time_decay_w1": "w_lora.0", "time_decay_w2": "w_lora.2", "time_maa_w1": "mix_in"}
@@ -197,7 +197,7 @@ def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, We
 
 
 _EPSILON = 1e-5
-"""Of the norm of a head, for each of its channels."""
+"""Epsilon of a head's norm, per channel."""
 
 
 class QwenProjections(nn.Module):
@@ -215,7 +215,7 @@ class QwenProjections(nn.Module):
 
 
 class RuleWeights(QwenProjections):
-    """What layers of both rules have beside: decay, gate and norm of the output."""
+    """Weights of both rules besides the projections: decay, gate, output norm."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -232,7 +232,7 @@ class RuleWeights(QwenProjections):
             self.ln_x = nn.GroupNorm(config.num_attention_heads, heads, eps=self.dim * _EPSILON)
 
     def vectors(self, size: int, names: Iterable[str]) -> None:
-        """Parameters of `size` numbers, which lie as [1, 1, size]."""
+        """Register parameters [1, 1, size]."""
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.zeros(1, 1, size)))
 
@@ -265,7 +265,7 @@ class Rwkv7Attention(RuleWeights):
 
 
 class RadladsBlock(nn.Module):
-    """A Qwen's layer. Behind hidden states go the first layer's values, which RWKV-7 reads in all others."""
+    """A Qwen layer. RWKV-7's later layers read the first layer's values, which are appended to the hidden states."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class RadladsBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels], of RWKV-7 but in the first layer with the values, to the same with them; `cache` is a StillCache or None."""
+        """Hidden states [B, T, channels], with RWKV-7 followed by the first layer's values; `cache` is a StillCache or None."""
         hidden, first = hidden[..., : self.width], hidden[..., self.width :]
         mixed, value = self.self_attn(self.input_layernorm(hidden), past_key_values=cache, first=first, **kwargs)
         first = first if first.shape[-1] or value is None else value
@@ -288,7 +288,7 @@ class RadladsBlock(nn.Module):
 
 
 class LastRMSNorm(LlamaRMSNorm):
-    """Of the hidden states alone."""
+    """Normalizes the hidden states and drops the appended values."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         normed: Tensor = super().forward(hidden_states[..., : self.weight.shape[0]])

@@ -1,6 +1,6 @@
-"""RWKV-5 (version 5.2) and RWKV-6 in every layer, as published: configuration, modules that hold the weights, families.
+"""RWKV-5 (version 5.2) and RWKV-6 in every layer, as published: configuration, modules with the weights, families.
 
-Each of their layers is two here, one that mixes tokens and one that mixes channels: both keep tokens before.
+Each of their layers is two here, one that mixes tokens and one that mixes channels: both store the previous token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"rwkv\.blocks\.(\d{1,6})\.(pre_ln|ln1|ln2|attention|feed_forward)\.")
@@ -26,19 +26,19 @@ _WHOLE = (("rwkv.embeddings.", "model.embed_tokens."), ("rwkv.ln_out.", "model.n
 _SHARES = {"key": "k", "value": "v", "receptance": "r", "gate": "g"}
 _PRODUCTS = tuple(f".mixer.{name}" for name in ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2"))
 MIXED = "wkvrg"
-"""What RWKV-6 mixes of a token and the one before: decay, key, value, receptance, gate."""
+"""Vectors that RWKV-6 mixes with the previous token's: decay, key, value, receptance, gate."""
 WIDE = 4096
-"""Channels from which on the low-rank parts of published models are twice as large."""
+"""Least number of channels with which published models have low-rank parts of twice the rank."""
 
 
 @strict
 class Rwkv6Config(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        ranks: Of RWKV-6's low-rank parts: shares of the token before, decay. RWKV-5 has none.
-        norm_eps: Of layers' norms.
-        head_eps: Of the norm of each head.
+        ranks: Ranks of RWKV-6's token shift and decay; RWKV-5 has none.
+        norm_eps: Epsilon of the layers' norms.
+        head_eps: Epsilon of each head's norm.
     """
 
     vocab_size: int = 65536
@@ -68,7 +68,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     ranks = [int(config.get("time_mix_rank", 32 * wide)), int(config.get("time_decay_rank", 64 * wide))]
     epsilon = float(config.get("layer_norm_epsilon", 1e-5))
     return {
-        **kept(config, "initializer_range"),
+        **copied(config, "initializer_range"),
         "model_type": kind,
         "hidden_size": width,
         "intermediate_size": int(config.get("intermediate_size") or width * 7 // 2 // 32 * 32),
@@ -88,8 +88,8 @@ def renamed(name: str) -> str:
         part = match[2]
         return f"model.layers.{2 * int(match[1]) + (part in ('ln2', 'feed_forward'))}.{_PARTS[part]}."
 
-    for theirs, ours in _WHOLE:
-        name = name.replace(theirs, ours)
+    for old, new in _WHOLE:
+        name = name.replace(old, new)
     start, _, share = _LAYER.sub(place, name).rpartition(".")
     if share.startswith("time_mix_"):
         share = f"x_{_SHARES.get(share.removeprefix('time_mix_'), share)}"
@@ -101,7 +101,7 @@ def renamed(name: str) -> str:
 
 
 def linear(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """With RWKV-6's low-rank products, which lie as [in, out], as linear layers."""
+    """Transpose RWKV-6's low-rank matrices [in, out] to linear layers."""
     for name in [n for n in tensors if n.endswith(_PRODUCTS)]:
         whole, start = tensors.pop(name), name.rpartition(".")[0]
         if name.endswith("time_maa_w2"):
@@ -114,7 +114,7 @@ def linear(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, W
 
 
 def turned(whole: Weight, shape: torch.Size, number: int | None = None) -> Deferred:
-    """A matrix [in, out], or number `number` of some, of the sizes `shape` as the weight of a linear layer."""
+    """A matrix [in, out] of size `shape`, or matrix `number` of a stack, transposed to the weight of a linear layer."""
     return Deferred(torch.Size(reversed(shape)), whole.dtype, partial(_transposed, whole, number))
 
 
@@ -124,7 +124,7 @@ def _transposed(whole: Weight, number: int | None) -> Tensor:
 
 
 class Rwkv6TimeMix(nn.Module):
-    """The weights of what mixes tokens under their names; a mixer of ours takes its place. `ranks` of RWKV-5 are None."""
+    """Weights of token mixing under published names; a mixer replaces the module. `ranks` are None for RWKV-5."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""RWKV-7 in every layer, as flash-linear-attention writes it: configuration, modules that hold the weights, family.
+"""RWKV-7 in every layer, as in flash-linear-attention: configuration, modules with the weights, family.
 
-Each of its layers is two here, one that mixes tokens and one that mixes channels: both keep the token before.
+Each of its layers is two here, one that mixes tokens and one that mixes channels: both store the previous token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -27,12 +27,12 @@ _RANKS = {"decay": 64, "gate": 128, "a": 64, "v": 16}
 
 @strict
 class Rwkv7Config(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
-        ranks: Of the low-rank parts: decay, gate, rate of the correction, share of the first layer's values.
-        norm_first: Embeddings are normed.
-        key_epsilon: Under the root of the keys' lengths.
+        ranks: Ranks of decay, gate, correction rate, and share of the first layer's values.
+        norm_first: Embeddings are normalized.
+        key_epsilon: Added to the squared length of keys before the root.
     """
 
     vocab_size: int = 32000
@@ -51,10 +51,10 @@ class Rwkv7Config(StackConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     named = config.get("hidden_size")
-    given = config.get("value_dim") or named
-    if any(size != named for size in (given if isinstance(given, list) else [given])):
+    value_dim = config.get("value_dim") or named
+    if any(size != named for size in (value_dim if isinstance(value_dim, list) else [value_dim])):
         raise UnsupportedModelError(
-            f"value_dim={given} in config.json of an rwkv7 model; covered: hidden_size={named}."
+            f"value_dim={value_dim} in config.json of an rwkv7 model; covered: hidden_size={named}."
         )
     demand_covered("an rwkv7", config, {"hidden_act": ("sqrelu",), "attn": (None,)})
     width, layers = int(config["hidden_size"]), int(config.get("num_hidden_layers", 24))
@@ -64,7 +64,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"hidden_size={width} in config.json is no multiple of head_dim={dim}. Fix one of them.")
     inner = config.get("intermediate_size") or 32 * -(-int(width * (config.get("hidden_ratio") or 4)) // 32)
     return {
-        **kept(config, "norm_first", "norm_bias", "norm_eps", "initializer_range"),
+        **copied(config, "norm_first", "norm_bias", "norm_eps", "initializer_range"),
         "model_type": "rwkv7",
         "hidden_size": width,
         "intermediate_size": inner,
@@ -87,7 +87,7 @@ def renamed(name: str) -> str:
 
 
 def apart(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """With the shares of the token before as they are since version 2 of flash-linear-attention's layer, which had them in one, [6, C]."""
+    """Split the token-shift vectors, which version 1 of flash-linear-attention's layer stored as one tensor [6, C]."""
     for name in [n for n in tensors if n.endswith(".mixer.x_x")]:
         whole = tensors.pop(name)
         for number, part in enumerate("rwkvag"):
@@ -103,7 +103,7 @@ def _row(whole: Weight, number: int) -> Tensor:
 
 
 def low_rank(width: int, rank: int, activation: nn.Module, bias: bool = True, wide: int = 0) -> nn.Sequential:
-    """From `width` channels over `rank`, and the activation of these, to `wide`, 0: as many."""
+    """Linear layers from `width` channels to `rank` and on to `wide` (0: `width`), with an activation between."""
     return nn.Sequential(nn.Linear(width, rank, bias=False), activation, nn.Linear(rank, wide or width, bias=bias))
 
 
@@ -135,7 +135,7 @@ class Rwkv7ChannelMix(nn.Module):
 
 
 class Rwkv7Block(nn.Module):
-    """Norm and mixer, added to what goes in. Behind hidden states go the first layer's values, which all others read."""
+    """Norm and mixer with a residual connection. Later layers read the first layer's values, which are appended to the hidden states."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Rwkv7Block(nn.Module):
         self.mixer: nn.Module = (Rwkv7TimeMix if self.mixes_tokens else Rwkv7ChannelMix)(config, index)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels], of all but the first twice as many, to twice as many; `cache` is a StillCache or None."""
+        """Hidden states [B, T, channels], after the first layer with its values [B, T, 2 channels]; `cache` is a StillCache or None."""
         hidden, first = hidden[..., : self.width], hidden[..., self.width :]
         hidden = hidden if self.pre_norm is None else self.pre_norm(hidden)
         mixed = self.mixer(self.norm(hidden), cache, first)
@@ -160,7 +160,7 @@ class Rwkv7Block(nn.Module):
 
 
 class LastNorm(nn.LayerNorm):
-    """Of the hidden states alone."""
+    """Normalizes the hidden states and drops the appended values."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden[..., : self.normalized_shape[0]])

@@ -1,7 +1,7 @@
-"""Softmax families: a configuration and a model class each, made of transformers' own and the STILL mixins.
+"""Softmax families: a configuration and a model class for each, combining transformers' classes with the STILL mixins.
 
-Classes are registered with transformers' Auto classes under model types of their own ("still_llama"), so a saved STILL model loads by
-AutoModelForCausalLM without remote code, and a process that has not imported this package fails instead of running softmax.
+Classes are registered with transformers' Auto classes under model types of their own ("still_llama"), so AutoModelForCausalLM
+loads a saved STILL model without remote code. A process that has not imported this package fails instead of running softmax.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from still_export.models.families.gemma import GemmaConfigMixin, GemmaModelMixin
 class Published:
     """How a published folder becomes a family's model.
 
-    values: The values of the family's configuration from a config.json; None: they have the names of the family's own class.
-    names: Parts of tensors' names in the folder, and those in the model.
-    tensors: The model's tensors from the folder's, under the model's names, where some are computed of several.
-    renamed: The model's name of a tensor of the folder, in the place of `names`.
-    moved: As `tensors` where no number changes: matrices are turned, stacks taken apart. It gets the configuration, too.
-    unused: What a tensor, by the model's name, is for, where a model of this configuration does not read it; "": it does.
+    values: Computes configuration values from config.json; None: the names are the same.
+    names: Pairs of name parts: in the folder, in the model.
+    tensors: Computes the model's tensors from the renamed ones, if some are computed from several.
+    renamed: Renames a tensor, instead of `names`.
+    moved: Like `tensors`, also with the configuration, for changes that keep all numbers, such as transposing or splitting.
+    unused: The purpose of a tensor (by the model's name) that the model does not read with this configuration; "": it reads it.
     """
 
     values: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -61,7 +61,7 @@ class Published:
 class Family:
     """A family's plain and STILL classes; `name` is its model_type in transformers.
 
-    linear: Its layers are linear already; such a model is exported as it is.
+    linear: Its layers are linear; such a model is exported unchanged.
     """
 
     name: str
@@ -85,14 +85,14 @@ def make_family(
     published: Published | None = None,
     **attributes: Any,
 ) -> Family:
-    """A family whose STILL classes are named after the plain ones, registered and part of `module`, where pickles look for them.
+    """Make and register a family's STILL classes, as attributes of `module`, where pickle finds them.
 
     Args:
-        mixins: Go before them.
-        title, name: Of the STILL classes, and of the family; where not given, as the plain ones say.
-        fields: Of the STILL configuration beside its own: type and default.
-        published: How folders with other names are read; None: they have transformers'.
-        attributes: Of its class.
+        mixins: First bases of the STILL configuration and model.
+        title, name: Names of the STILL classes and of the family; by default those of the plain classes.
+        fields: Further fields of the STILL configuration: type and default.
+        published: How folders with other names are read; None: names are transformers'.
+        attributes: Class attributes of the STILL configuration.
     """
     name = name or config.model_type
     own = {"still_config": (dict[str, Any] | None, None), **(fields or {})}
@@ -110,7 +110,7 @@ def make_family(
 
 
 class PhiModelMixin(StillModelMixin):
-    """Llama's layers, of which Phi-3 holds some as one (`fused.py`), and positions of some channels."""
+    """Llama's layers, some of them fused (`fused.py`), with partial rotary positions."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
-"""A language model of layers one after the other, for families that transformers has no class for, or none that takes our cache.
+"""A language model of sequential layers, for families without a class in transformers, or without one that accepts a StillCache.
 
-Modules of families hold weights under the names of the files; a mixer of ours takes the place of what mixes tokens.
+Modules of families have weights under the names in the files; a mixer replaces the module that mixes tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.cache_layer import CACHE
 
-KEPT = (
+COMMON = (
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),
     *("dtype", "torch_dtype"),
 )
-"""What configurations of all such models have under the names that transformers has."""
+"""Fields of a config.json that have transformers' names in all such families."""
 
 
-def kept(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of KEPT and `names` that a config.json has."""
-    return {name: config[name] for name in (*KEPT, *names) if name in config}
+def copied(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The fields of a config.json that are in COMMON or `names`."""
+    return {name: config[name] for name in (*COMMON, *names) if name in config}
 
 
 def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedModelError for the first value in the config.json of `model`, such as "a rwkv7", none of those `covered`."""
+    """Raise UnsupportedModelError for the first value in config.json that is not `covered`; `model`: for the message ("an rwkv7")."""
     for name, values in covered.items():
         if name in config and config[name] not in values:
             raise UnsupportedModelError(
@@ -39,7 +39,7 @@ def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, 
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_parameters of a config.json that says them so, or as rope_theta and rope_scaling."""
+    """rope_parameters of a config.json, which may have rope_theta and rope_scaling instead."""
     scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if "type" in scaling:
         scaling["rope_type"] = scaling.pop("type")
@@ -48,7 +48,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @strict
 class StackConfig(PreTrainedConfig):
-    """What the configurations of such models have in common, under transformers' names."""
+    """Common settings of such models, with transformers' names."""
 
     layer_types: list[str] | None = None
     max_position_embeddings: int = 1 << 20
@@ -61,7 +61,7 @@ class StackConfig(PreTrainedConfig):
 
 
 class LlamaBlock(nn.Module):
-    """A layer: norm, `mixer`, norm, feed-forward as Llama has them, each pair added to what goes in."""
+    """A Llama layer: norm, `mixer`, norm, feed-forward, with two residual connections."""
 
     def __init__(self, config: Any, mixer: nn.Module) -> None:
         super().__init__()
@@ -72,19 +72,19 @@ class LlamaBlock(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        """Hidden states [B, T, channels]; `cache` is a StillCache or None."""
         hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Stack(nn.Module):
-    """Embedding, layers, norm; every layer maps (hidden, cache, **what all of them get) to hidden.
+    """Embedding, layers, norm. Every layer maps (hidden, cache, **shared arguments) to hidden.
 
     Args:
-        layer: Makes one, of the configuration and its number.
-        norm: Behind the last one.
-        rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.
-        scale: Embeddings of token ids are multiplied with it.
+        layer: Makes a layer; arguments: configuration, layer number.
+        norm: The norm after the last layer.
+        rotary: Computes the layers' `position_embeddings` from hidden states and positions; None: no positions.
+        scale: Factor of embeddings.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Stack(nn.Module):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, channels] of token ids, or embeddings, behind the norm."""
+        """Normalized hidden states [B, T, channels] for token ids or embeddings."""
         cache = kwargs.pop(CACHE, None)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if inputs_embeds is None and self.scale != 1.0:
@@ -122,7 +122,7 @@ class Stack(nn.Module):
 
 
 class StackForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `Stack` with a head, and what transformers asks of a model; `stack` makes the former."""
+    """A `Stack`, made by `stack`, with a head, as a model of transformers."""
 
     base_model_prefix = "model"
     _is_stateful = True

@@ -1,4 +1,4 @@
-"""What StillAttention covers: families, rotary types, windows, attention variants; everything else is refused by name."""
+"""Checks of what StillAttention covers: rotary types, windows, attention variants; anything else raises an error that names it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def check_family_config(config: Any, still: LayersConfig) -> None:
-    """Raise UnsupportedModelError where the family configuration `config` describes attention that STILL cannot take over."""
+    """Raise UnsupportedModelError if the family configuration `config` describes attention that STILL cannot replace."""
     head_dim = head_size(config)
     if head_dim % 2 or head_dim < 2:
         raise _odd(config)
@@ -41,7 +41,7 @@ def check_heads(config: Any) -> None:
 
 
 def check_rope(config: Any, partial: bool = False) -> None:
-    """Raise UnsupportedModelError where rotary positions are none of a kind that is covered; `partial`: of some channels, too."""
+    """Raise UnsupportedModelError for rotary positions that are not covered; `partial`: partial rotary positions are."""
     found = getattr(config, "rope_parameters", None) or {}
     kinds = [part for part in found.values() if isinstance(part, dict)]  # Gemma's layers with a window have their own
     for rope in kinds or [found]:
@@ -67,14 +67,14 @@ def _check_rope(config: Any, rope: dict[str, Any], partial: bool) -> None:
 
 
 def _odd(config: Any) -> UnsupportedModelError:
-    given = getattr(config, "head_dim", None)
-    said = (
-        f"head_dim={given}"
-        if given
+    head_dim = getattr(config, "head_dim", None)
+    fault = (
+        f"head_dim={head_dim}"
+        if head_dim
         else f"hidden_size={config.hidden_size} and num_attention_heads={config.num_attention_heads}"
     )
     return UnsupportedModelError(
-        f"{said} in config.json: heads of {head_size(config)} channels. Rotary positions pair channels, so their number must be even. "
+        f"{fault} in config.json: heads of {head_size(config)} channels. Rotary positions pair channels, so their number must be even. "
         "This checkpoint cannot be read."
     )
 
@@ -95,10 +95,10 @@ def _slides(config: Any) -> bool:
 
 
 def with_windows(config: Any, still: LayersConfig) -> LayersConfig:
-    """`still`, in which layers that have a window in the family configuration `config` are windowed: they have no far tokens to keep.
+    """`still` with windowed layers where the family configuration `config` has them, because they read no far tokens.
 
     Raises:
-        ConfigError: There are such layers and no window that is possible.
+        ConfigError: There are such layers, but no valid window.
     """
     types = getattr(config, "layer_types", None) or ()
     if not _slides(config) or len(still.layer_types or types) != len(types):  # the number of layers is checked later
@@ -109,7 +109,7 @@ def with_windows(config: Any, still: LayersConfig) -> LayersConfig:
 
 
 def check_window(config: Any) -> None:
-    """Raise ConfigError where the window of some layers is none."""
+    """Raise ConfigError if a window is not valid."""
     window = config.sliding_window
     if not isinstance(window, int) or not 1 <= window <= MOST_ROWS:
         raise ConfigError(f"sliding_window={window} in config.json is outside 1..{MOST_ROWS}. Fix it.")
@@ -134,7 +134,7 @@ def _check_windows(config: Any, still: LayersConfig) -> None:
 
 
 def check_attention(module: nn.Module, name: str, head_dim: int) -> None:
-    """Raise UnsupportedModelError where the attention module `name` has parts that StillAttention has no place for."""
+    """Raise UnsupportedModelError if the attention module `name` has parts that StillAttention lacks."""
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
     parts = {child for child, _ in module.named_children()} | {
         child for child, _ in module.named_parameters(recurse=False)

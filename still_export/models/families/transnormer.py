@@ -1,6 +1,6 @@
 """TransNormerLLM: Lightning attention in every layer.
 
-The published folders have code of their own. Here are configuration, modules that hold the weights, family.
+The published folders have their own code, which is not run. Here are configuration, modules with the weights, family.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 
 EPSILON = 1e-6
-"""Of its norms; no configuration says so."""
+"""Epsilon of its norms; no configuration has it."""
 
 
 @strict
 class TransNormerConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """Settings of its layers, with transformers' names where it has them.
 
     Args:
         lightning_size: Channels of a head's values, and of queries and keys before positions.
         lrpe_layers: Whether each layer has positions.
-        embed_scale: Embeddings are multiplied with it.
+        embed_scale: Factor of embeddings.
     """
 
     vocab_size: int = 64000
@@ -64,7 +64,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"decoder_embed_dim={width}. Fix one of them."
         )
     return {
-        **kept(config, "bias"),
+        **copied(config, "bias"),
         "model_type": "transnormer",
         "hidden_size": width,
         "intermediate_size": width if config["glu_dim"] == -1 else int(config["glu_dim"]),
@@ -79,7 +79,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PlainRMSNorm(nn.Module):
-    """[.., channels] over the root of its mean square, in at least float32."""
+    """RMSNorm without weight over the last axis, in at least float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -87,7 +87,7 @@ class PlainRMSNorm(nn.Module):
 
 
 class Angles(nn.Module):
-    """`theta` [H, 1, D], how far a channel turns at each token."""
+    """`theta` [H, 1, D]: rotation of a channel per token."""
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TransNormerMixer(nn.Module):
 
 
 class GatedUnit(nn.Module):
-    """A feed-forward layer of two factors without an activation."""
+    """A gated feed-forward layer without an activation."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

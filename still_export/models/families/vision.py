@@ -25,16 +25,16 @@ TOKENS = ("image_token_id", "video_token_id")
 PREFIX = "model.visual."
 PATCHES = "patch_embed.proj.weight"
 TAPS = 2
-"""Rows of the table of positions that one between them is a mean of, in each direction."""
+"""Neighbouring rows of the position table that are interpolated, in each direction."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """An encoder before its weights are read: configuration, weights by name, what the manifest says of it."""
+    """An encoder before its weights are read: configuration, weights by name, and its entry in the manifest."""
 
     config: Any
     weights: dict[str, Weight]
-    said: dict[str, Any]
+    settings: dict[str, Any]
 
     def encoder(self, tensors: Mapping[str, Tensor]) -> VisionEncoder:
         """The encoder around `tensors`, which have the names, shapes and types of `weights`."""
@@ -47,15 +47,15 @@ class Vision:
 
 
 def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, Weight], source: str) -> Vision:
-    """The encoder of `source`, whose tensors are taken out of `tensors`.
+    """The encoder of `source`; its tensors are removed from `tensors`.
 
     Args:
-        config: Of config.json, as it is published.
+        config: The published config.json.
 
     Raises:
-        UnsupportedModelError: The model has no encoder of images that is covered.
+        UnsupportedModelError: The model has no image encoder that is covered.
         ConfigError: Its configuration is not valid.
-        CheckpointError: Its tensors are not those that the configuration demands.
+        CheckpointError: Names or shapes of tensors contradict the configuration.
     """
     kind = (config or {}).get("model_type")
     if (
@@ -68,10 +68,10 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
             f"--vision: {source} has no encoder of images that is covered; covered: {', '.join(SEEN)} as they are published. Export "
             "without it for the language model alone."
         )
-    given = {"model_type": f"{kind}_vision", **config["vision_config"]}
-    given["model_type"] = given["model_type"].removesuffix("_vision") + "_vision"
+    values = {"model_type": f"{kind}_vision", **config["vision_config"]}
+    values["model_type"] = values["model_type"].removesuffix("_vision") + "_vision"
     try:
-        read = AutoConfig.for_model(**given)
+        read = AutoConfig.for_model(**values)
         with torch.device("meta"):
             expected = VisionEncoder(read).visual.state_dict()
     except Exception as error:  # of any type: huggingface_hub's, of shapes, of names
@@ -87,9 +87,9 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
                 f"tensor {PREFIX}{name} has shape {here}, vision_config demands {there}. The files are incomplete or of another model. "
                 "Fetch the model again."
             )
-    said = {"merge": int(read.spatial_merge_size), "patch_values": int(expected[PATCHES].shape[1])}
+    sizes = {"merge": int(read.spatial_merge_size), "patch_values": int(expected[PATCHES].shape[1])}
     tokens = {name: int(config[name]) for name in TOKENS}
-    return Vision(read, found, {**said, **tokens})
+    return Vision(read, found, {**sizes, **tokens})
 
 
 def _flat(weight: Weight) -> Tensor:
@@ -97,21 +97,20 @@ def _flat(weight: Weight) -> Tensor:
 
 
 class VisionEncoder(nn.Module):
-    """Images of one size, or frames of a video, to embeddings."""
+    """Embeds images of one size, or frames of a video."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.visual = AutoModel.from_config(config)
-        held = self.visual.patch_embed.proj
-        self.visual.patch_embed.proj = nn.Linear(held.weight[0].numel(), held.out_channels)
+        patches = self.visual.patch_embed.proj
+        self.visual.patch_embed.proj = nn.Linear(patches.weight[0].numel(), patches.out_channels)
         self.merge, self.side = int(config.spatial_merge_size), int(self.visual.num_grid_per_side)
 
     def forward(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
         """Embeddings [F, N / merge^2, out_hidden_size].
 
         Args:
-            pixel_values: Patches as transformers' processor gives them, [F, N, patch_values]: those of `merge` x `merge` side by side,
-                row by row of such squares.
+            pixel_values: Patches in the order of transformers' processor, [F, N, patch_values]: row by row of `merge` x `merge` squares.
             grid: Rows and columns of patches, int64 [2], whose product is N.
         """
         visual = self.visual
@@ -133,7 +132,7 @@ class VisionEncoder(nn.Module):
         return merged.unflatten(0, (images, patches // self.merge**2)).float()
 
     def _positions(self, row: Tensor, rows: Tensor, column: Tensor, columns: Tensor) -> Tensor:
-        """The table of positions, a square, stretched over the image, corners on corners: [N, channels]."""
+        """The square position table, interpolated to the image's size with aligned corners, [N, channels]."""
         (down, along), (low, high) = zip(*(self._taps(row, rows), self._taps(column, columns)), strict=True)
         places = down[:, :, None] * self.side + along[:, None]
         weights = low[:, :, None] * high[:, None]
@@ -141,7 +140,7 @@ class VisionEncoder(nn.Module):
         return (table * weights.flatten(1)[..., None]).sum(1)
 
     def _taps(self, place: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the table that a place in `size` lies between, int64 [N, 2], and their weights."""
+        """Returns (the two nearest rows of the table for each of N places, int64 [N, 2]; their weights)."""
         at = place.float() * (self.side - 1) / (size - 1).clamp_min(1)
         whole = at.floor()
         offsets = torch.arange(TAPS, device=place.device)
@@ -150,7 +149,7 @@ class VisionEncoder(nn.Module):
 
     @staticmethod
     def _attend(module: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Every patch of an image to all of it, [F, N, channels]."""
+        """Attention of every patch to all patches of its image, [F, N, channels]."""
         heads = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1))
         query, key, value = heads.unbind(2)  # [F, N, H, D]
         query, key = (rotate(x.float(), cos, sin).to(x.dtype) for x in (query, key))

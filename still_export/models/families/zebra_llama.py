@@ -1,6 +1,6 @@
-"""Zebra-Llama: a Llama whose attention was made Mamba-2 in some layers, and attention to latents in the others.
+"""Zebra-Llama: a Llama with Mamba-2 in some layers, and latent attention in the others.
 
-Source: Zebra-Llama, arXiv:2505.17272. hybrid_config.json beside the base's config.json has its sizes; Mamba-2 is as in Mamba-in-Llama.
+Source: Zebra-Llama, arXiv:2505.17272. Its sizes are in hybrid_config.json, next to the base's config.json. Mamba-2 is as in Mamba-in-Llama.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 @strict
 class ZebraConfig(InLlamaConfig):
-    """What its layers have; sizes of latent attention under the names that transformers has.
+    """Settings of its layers; sizes of latent attention have transformers' names.
 
     Args:
-        latent_norm: Latents of queries and keys have a norm.
+        latent_norm: Latents of queries and keys are normalized.
     """
 
     kv_lora_rank: int = 128
@@ -50,14 +50,14 @@ class ZebraConfig(InLlamaConfig):
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
-    said = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
+    settings = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
     covered = {
         "rope_scaling": ("yarn", "linear"),
         "mscale": (1, None),
         "mscale_all_dim": (0, None),
         "attention_factor": (None,),
     }
-    demand_covered("a zebra_llama", said, covered)
+    demand_covered("a zebra_llama", settings, covered)
     rank, heads = config.get("q_lora_rank"), int(config["num_attention_heads"])
     return {
         **in_llama_values(config),
@@ -65,12 +65,12 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         **({"num_key_value_heads": heads} if config.get("use_full_kv_head") else {}),
         "q_lora_rank": None if rank is None else int(rank),
         "latent_norm": bool(config.get("use_lora_layer_norm", False)),
-        "head_dim": int(config["qk_rope_head_dim"]),  # which positions turn
+        "head_dim": int(config["qk_rope_head_dim"]),  # channels with positions
     }
 
 
 def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """With keys and values of latents for every head, of files that have them for groups of heads."""
+    """Repeat projections of latents to keys and values for every head, if the file has them for groups of heads."""
     found: dict[str, Weight] = {}
     size, heads = config["qk_nope_head_dim"] + config["v_head_dim"], config["num_attention_heads"]
     for name, whole in tensors.items():

@@ -97,12 +97,12 @@ def _joined(
     edits: Mapping[str, Edit],
     dtype: torch.dtype,
 ) -> Deferred:
-    held = [parts[part] for part in architecture.joined[target] if part in parts]
-    if len(held) != 2:
+    stored = [parts[part] for part in architecture.joined[target] if part in parts]
+    if len(stored) != 2:
         raise CheckpointError(
             f"{view.file.path} has {', '.join(parts)} alone of what {name} is made of. It is incomplete; fetch it again."
         )
-    return weight(name, held, dtype, edits.get(target, AS_IT_IS))
+    return weight(name, stored, dtype, edits.get(target, AS_IT_IS))
 
 
 def _missing_biases(

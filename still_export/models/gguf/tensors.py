@@ -130,8 +130,8 @@ def _whole_blocks(columns: np.ndarray | None, size: int) -> np.ndarray | slice |
 
 def _raw(parts: Sequence[Stored], rows: np.ndarray | None) -> np.ndarray:
     """uint8 [N, bytes]."""
-    held = [part.raw.view(np.uint8).reshape(part.shape[0], -1) for part in parts]
-    whole = held[0] if len(held) == 1 else np.concatenate(held)
+    arrays = [part.raw.view(np.uint8).reshape(part.shape[0], -1) for part in parts]
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return whole if rows is None else whole[rows]
 
 

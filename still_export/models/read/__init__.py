@@ -1,1 +1,1 @@
-"""Other people's files: tensors, configurations, tokenizers."""
+"""Readers of published files: tensors, configurations, tokenizers."""

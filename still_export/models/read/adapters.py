@@ -22,10 +22,10 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
     """The LoRA pairs of the adapter `path`, by the weight they adapt.
 
     Args:
-        manifest: Of a package that was exported with --adapters.
+        manifest: The manifest of a package exported with --adapters.
 
     Raises:
-        ConfigError: The package takes no adapter, the adapter has more than LoRA, or adapts what the package has no place for.
+        ConfigError: The package accepts no adapter, or the adapter has more than LoRA or adapts other weights.
         CheckpointError, UnsupportedModelError: See `merge_lora`.
     """
     places = list((manifest.get("quantization") or {}).get("adapters") or ())
@@ -48,8 +48,10 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
             )
         if (target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
-    held = {name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()}
-    merged = merge_lora({**held, **tensors}, read_adapter_config(config), str(path))
+    empty = {
+        name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()
+    }
+    merged = merge_lora({**empty, **tensors}, read_adapter_config(config), str(path))
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()
@@ -58,7 +60,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
 
 
 def adapter_inputs(path: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The adapter `path` as inputs of the package, float32 by name: of each place A [K, R] and B [R, N], R the ranks of its weights.
+    """The adapter `path` as inputs of the package, float32 by name: A [K, R] and B [R, N] for each place, R the sum of its weights' ranks.
 
     Raises:
         ConfigError, CheckpointError, UnsupportedModelError: See `read_pairs`.

@@ -68,8 +68,8 @@ class BlockWeight:
     def with_positive_scales(self, dtype: np.dtype) -> BlockWeight:
         """The same weight, bit for bit, with scales above 0 in `dtype`, as TensorRT requires; without zero points.
 
-        A negative scale turns its sign: codes become their complements, whose numbers are one scale less, which the offset adds. Of a scale
-        that is 0 in `dtype` codes stand for 0.
+        With a negative scale, codes become their complements, so values are one scale smaller; the offset adds it. If a scale is 0 in
+        `dtype`, codes become those of 0.
         """
         assert self.zero_points is None
         negative, dead = self.scales < 0, self.scales.astype(dtype) == 0
@@ -125,8 +125,8 @@ def joined(parts: Iterable[BlockWeight], outputs: int) -> BlockWeight:
     row = 0
     for part in parts:
         if whole is None:
-            held = (part.packed, part.scales, part.zero_points)
-            packed, scales, zero = (None if x is None else np.empty((outputs, *x.shape[1:]), x.dtype) for x in held)
+            arrays = (part.packed, part.scales, part.zero_points)
+            packed, scales, zero = (None if x is None else np.empty((outputs, *x.shape[1:]), x.dtype) for x in arrays)
             assert packed is not None and scales is not None
             whole = BlockWeight(packed, scales, zero, part.bits)
         rows = slice(row, row := row + len(part.packed))

@@ -70,13 +70,13 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 def open_tensors(
     files: list[Path], dtype: torch.dtype | None = None, quantized: Mapping[str, Any] | None = None
 ) -> dict[str, Deferred]:
-    """All tensors of `files` as `dtype` (None: as stored); their values are read, and checked to be finite, when they are asked for.
+    """All tensors of `files` as `dtype` (None: as stored), read and checked to be finite lazily.
 
     Args:
-        quantized: `quantization_config` of a checkpoint whose weights have few bits.
+        quantized: `quantization_config` of a checkpoint with low-bit weights.
 
     Raises:
-        CheckpointError: A file is damaged, or holds a type other than floats.
+        CheckpointError: A file is damaged, or has a tensor that is not of a float type.
     """
     if quantized:
         raw = {name: tensor for path in files for name, tensor in iterate_tensors(path)}  # views of the files, as below
@@ -142,7 +142,7 @@ def checked(name: str, tensor: Tensor, dtype: torch.dtype | None, origin: str) -
     """`tensor` as `dtype`.
 
     Raises:
-        CheckpointError: It is not of a float type, holds NaN or infinity, or exceeds the range of `dtype`.
+        CheckpointError: It is not of a float type, has NaN or infinity, or exceeds the range of `dtype`.
     """
     _demand_float(name, tensor, origin)
     result = tensor if dtype is None else in_range(name, tensor, dtype, f" in {origin}")

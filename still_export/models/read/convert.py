@@ -119,7 +119,7 @@ def released_config(config: Mapping[str, Any], still: StillConfig | None = None)
 
 
 def released_family(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
-    """The family of a checkpoint whose config.json says only "still", by its tensors."""
+    """The family of a checkpoint with model_type "still", by its tensors."""
     for key in ("base_model_type", "base_arch"):
         if isinstance(config.get(key), str):
             return config[key]
@@ -229,10 +229,10 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
                 f"{source}: the LoRA pair of {module} has the shapes {list(pair['A'].shape)} and {list(pair['B'].shape)}, which do not "
                 "fit each other. The adapter is damaged; fetch it again."
             )
-        given = [pair["B"].shape[0], pair["A"].shape[1]]
-        if given != list(weight.shape):
+        product = [pair["B"].shape[0], pair["A"].shape[1]]
+        if product != list(weight.shape):
             raise CheckpointError(
-                f"{source}: the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
+                f"{source}: the LoRA pair of {module} gives {product}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
         scale = lora_scale(adapter, module, pair["A"].shape[0])

@@ -12,7 +12,7 @@ def weight_roles(model: Any) -> dict[str, str]:
     """Roles of a STILL model's parameters by name; a tied embedding is an embedding.
 
     Raises:
-        UnsupportedModelError: A module does not say what one of its weights is for.
+        UnsupportedModelError: A module does not declare the role of a weight.
     """
     roles = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING, **getattr(model, "weight_roles", {})}
     for i, layer in enumerate(model.model.layers):

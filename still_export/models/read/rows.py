@@ -36,8 +36,8 @@ def int8_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def int6_rows(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Square matrices `tensor` [..., N, N] near the identity in 6 bits, scales and diagonals float16 [..., N].
 
-    Each four numbers of a row, filled up with zeros, are three uint8. The diagonal would take 4 of 8 bits from its row; apart from it 6
-    hold more of the rest.
+    Four numbers of a row, padded with zeros, become three uint8. The diagonal is stored separately, because it is much larger than the
+    other numbers of its row.
 
     Raises:
         CheckpointError: A scale or diagonal leaves float16's range.

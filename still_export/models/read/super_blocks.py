@@ -51,8 +51,8 @@ def tile_words(rows: np.ndarray, bits: int) -> np.ndarray:
 def tile_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
     """The numbers float16 [N, S] of its input `scales`."""
     raw = _raw(rows, bits)
-    held = np.ascontiguousarray(raw[..., :4] if bits == 4 else raw[..., -2:]).view("<f2")
-    return np.ascontiguousarray(held.transpose(0, 2, 3, 1)).reshape(len(rows), -1)
+    numbers = np.ascontiguousarray(raw[..., :4] if bits == 4 else raw[..., -2:]).view("<f2")
+    return np.ascontiguousarray(numbers.transpose(0, 2, 3, 1)).reshape(len(rows), -1)
 
 
 def from_tiles(words: np.ndarray, numbers: np.ndarray, bits: int) -> np.ndarray:
@@ -75,16 +75,16 @@ def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) 
     """
     count, supers, _ = data.shape
     scales = np.ascontiguousarray(data[..., :32]).view(np.uint8).reshape(count, supers, -1, TILE)
-    held = data[..., 32:].reshape(count, supers, -1, TILE).transpose(0, 3, 1, 2)  # [tiles, TILE, supers, words]
+    words = data[..., 32:].reshape(count, supers, -1, TILE).transpose(0, 3, 1, 2)  # [tiles, TILE, supers, words]
     if bits == 4:
-        codes = np.empty((*held.shape, 2), "<u4")
-        codes[..., 0], codes[..., 1] = held & LOW, held >> 4 & LOW
+        codes = np.empty((*words.shape, 2), "<u4")
+        codes[..., 0], codes[..., 1] = words & LOW, words >> 4 & LOW
         _scaled(codes.view(np.uint8), wide[:, :, :1] * scales[:, :, :8], out)
         least = wide[:, :, 1:] * scales[:, :, 8:]
         out.reshape(count, TILE, supers, 8, 32)[...] -= _per_weight(least)
     else:
-        held = held.reshape(*held.shape[:3], 16, 3)
-        first, second, high = (held[..., i] for i in range(3))
+        words = words.reshape(*words.shape[:3], 16, 3)
+        first, second, high = (words[..., i] for i in range(3))
         codes = np.empty((*first.shape, 4), "<u4")
         for i, low in enumerate((first, first >> 4, second, second >> 4)):
             codes[..., i] = low & LOW | (high >> 2 * i & TWO) << 4

@@ -51,11 +51,11 @@ def tokenizer_of(folder: Path) -> Any:
 def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:
     """Write tokenizer.json and its companions into `folder`.
 
-    Truncation and padding, which training leaves behind, are switched off: transformers ignores them, other programs do not.
+    Truncation and padding, left over from training, are switched off: transformers ignores them, other programs do not.
 
     Raises:
         UnsupportedError: The tokenizer has no such form.
-        CheckpointError: The file gives other ids than the tokenizer.
+        CheckpointError: The file and the tokenizer give different ids.
     """
     from tokenizers import Tokenizer
 
@@ -73,11 +73,11 @@ def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:
         written.save(str(path))
     added = [token.content for token in written.get_added_tokens_decoder().values()]
     for text in (*TEXTS, *added, "".join(added[:64]), " a ".join(added[:64])):
-        want, got = list(tokenizer(text)["input_ids"]), written.encode(text).ids
-        if want != got:
+        expected, actual = list(tokenizer(text)["input_ids"]), written.encode(text).ids
+        if expected != actual:
             raise CheckpointError(
-                f"the tokenizer of {origin} gives {text[:40]!r} the ids {str(want[:12])[1:-1]}, and tokenizer.json, which a package is run "
-                f"with, {str(got[:12])[1:-1]}. Its files contradict each other: save it again with transformers' save_pretrained."
+                f"the tokenizer of {origin} gives {text[:40]!r} the ids {str(expected[:12])[1:-1]}, and tokenizer.json, which a package "
+                f"is run with, {str(actual[:12])[1:-1]}. Its files contradict each other: save it again with transformers' save_pretrained."
             )
 
 

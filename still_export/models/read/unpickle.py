@@ -24,7 +24,7 @@ def unpickle(source: Path, target: Path) -> int:
     """Write the tensors of a pickled state dict as safetensors; returns how many.
 
     Raises:
-        CheckpointError: The file asks for more than tensors, is damaged, or holds no state dict.
+        CheckpointError: The file has more than tensors, is damaged, or is no state dict.
     """
     try:
         values: Any = torch.load(source, map_location="cpu", weights_only=True)

@@ -45,19 +45,19 @@ class SourceBlocks:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor of known shape and type whose values `read` makes, anew at every call.
+    """A tensor of known shape and type; every call of `read` reads the values again.
 
-    `read` raises CheckpointError where the values are damaged or exceed the type's range.
+    `read` raises CheckpointError if the values are damaged or exceed the type's range.
 
     Args:
-        blocks: The values as the source holds them, where that is a form of BlockWeight.
-        bits: Of the source's codes; 0: it has none.
-        adapted: What they are the sum of, where they have LoRA pairs.
-        narrow: Reads the same values in a type of half the bytes, where the source has them so.
-        exact: Reads the values in the source's own type, where `dtype` is another.
-        super_blocks: The values as the source holds them, where they are K-quants.
-        part: Reads one of the first dimension, as `narrow` where that is, of what is read in parts; None: it is read whole.
-        rows: Reads some of the first dimension, from a multiple of 8 on, where the source can.
+        blocks: The source's blocks, if they have a form of BlockWeight.
+        bits: Bits of the source's codes; 0: no codes.
+        adapted: The weight without LoRA, and its LoRA pairs.
+        narrow: Reads the same values in a type of half the bytes, if the source stores them so.
+        exact: Reads the values in the source's own type, if `dtype` is another.
+        super_blocks: The source's blocks, if they are K-quants.
+        part: Reads one entry of the first dimension, in the type of `narrow` if there is one; None: only the whole can be read.
+        rows: Reads a slice of the first dimension that starts at a multiple of 8, if the source can.
     """
 
     shape: torch.Size

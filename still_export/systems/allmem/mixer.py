@@ -60,14 +60,14 @@ class AllMem(WindowModule):
         super().__init__(base, window)
         self.ops = tuple(ops)
         like: dict[str, Any] = {"device": base.q_proj.weight.device, "dtype": base.q_proj.weight.dtype}
-        heads, kept, dim = window.num_heads, window.num_kv_heads, window.head_dim
-        self.memory_weight = nn.Parameter(torch.empty(kept, 3, WIDER * dim, dim, **like))
+        heads, key_heads, dim = window.num_heads, window.num_kv_heads, window.head_dim
+        self.memory_weight = nn.Parameter(torch.empty(key_heads, 3, WIDER * dim, dim, **like))
         self.memory_query = nn.Parameter(torch.empty(2, heads, dim, **like))  # scale, shift
-        self.memory_key = nn.Parameter(torch.empty(2, kept, dim, **like))
+        self.memory_key = nn.Parameter(torch.empty(2, key_heads, dim, **like))
         self.memory_norm = nn.Parameter(torch.empty(dim, **like))
         self.memory_gate = nn.Linear(hidden_size, heads, **like)
-        self.rate_proj = nn.Linear(hidden_size, 3 * kept, **like)
-        self.momentum_proj = nn.Linear(hidden_size, kept, **like)
+        self.rate_proj = nn.Linear(hidden_size, 3 * key_heads, **like)
+        self.momentum_proj = nn.Linear(hidden_size, key_heads, **like)
         self.reset_parameters()
 
     def initial(self, name: str) -> Tensor:
@@ -106,12 +106,12 @@ class AllMem(WindowModule):
 
         states, new_tokens, layer = states_of(past_key_values, self.layer_idx, self.ops, hidden)
         past = torch.zeros_like(new_tokens) if layer is None or layer.length is None else layer.length
-        kept = self.still.num_kv_heads
+        key_heads = self.still.num_kv_heads
         inputs = Inputs(
-            scaled(query, self.memory_query).unflatten(2, (kept, -1)),
+            scaled(query, self.memory_query).unflatten(2, (key_heads, -1)),
             scaled(key, self.memory_key),
             silu(value),
-            softplus(projected(self.rate_proj)).unflatten(-1, (kept, 3)),
+            softplus(projected(self.rate_proj)).unflatten(-1, (key_heads, 3)),
             projected(self.momentum_proj).sigmoid(),
             self.memory_weight.to(wide),
             new_tokens,
@@ -149,8 +149,8 @@ class AllMemMixer(Mixer):
         return AllMem(base, window, config.hidden_size, self._fixed_ops(config))
 
     def _fixed_ops(self, config: Any) -> tuple[LayerOp, ...]:
-        heads, kept, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-        sizes = {"H": kept, "G": heads // kept, "D": dim, "M": WIDER * dim}
+        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
+        sizes = {"H": key_heads, "G": heads // key_heads, "D": dim, "M": WIDER * dim}
         return (LayerOp(TEST_TIME_MEMORY, {"chunk_size": config.still.chunk_size, "memory_update": "muon"}, sizes),)
 
 

@@ -68,8 +68,8 @@ class ChosenWidth(KeyedAttention):
     def narrow(self, query: Tensor, cache: Any) -> Tensor:
         """Whether each sequence's layer is narrow, bool [B], from queries before RoPE [B, T, H, D]."""
         before, new_tokens, layer = states_of(cache, self.layer_idx, self.decided, query.flatten(2))
-        kept = part_of(cache, self.layer_idx, AttentionLayer)
-        seen = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length
+        attention = part_of(cache, self.layer_idx, AttentionLayer)
+        seen = torch.zeros_like(new_tokens) if attention is None or attention.length is None else attention.length
         wide = torch.promote_types(query.dtype, torch.float32)
         place, count = torch.arange(query.shape[1], device=query.device), new_tokens[:, None]
         real = place < count
@@ -77,8 +77,8 @@ class ChosenWidth(KeyedAttention):
         rows = torch.where(real[..., None], query.mean(2).to(wide), 0.0)
         pooled = (rows * weight[..., None]).sum(1) / weight.sum(1, keepdim=True).clamp_min(1.0)
         narrow, full = self.mask_allocator(pooled.to(query.dtype)).unbind(-1)
-        told = torch.where(full > narrow, 1.0, -1.0) * (seen == 0)
-        value = (told[:, None] * (place == 0)).to(query.dtype)[..., None]  # [B, T, 1]
+        decision = torch.where(full > narrow, 1.0, -1.0) * (seen == 0)
+        value = (decision[:, None] * (place == 0)).to(query.dtype)[..., None]  # [B, T, 1]
         one = torch.ones_like(value)[..., None]
         inputs = RuleInputs(
             one[..., None], one, value[..., None], new_tokens=new_tokens, update_rule="linear", scale=1.0
@@ -90,14 +90,14 @@ class ChosenWidth(KeyedAttention):
 
     def blocks(self, narrow: Tensor, inputs: Inputs, state: AttentionState) -> Tensor:
         """Blocks that each token reads, int32 [B, T, HK, blocks of the state and more]."""
-        tokens, kept = inputs.key.shape[1:3]
+        tokens, key_heads = inputs.key.shape[1:3]
         own = (state.length[:, None] + torch.arange(tokens, device=narrow.device)) // BLOCK  # [B, T]
         number = torch.arange(
             state.key.shape[2] // BLOCK + 2, device=narrow.device
         )  # at least 2, because programs are traced for any number
         near = (number < self.sinks) | (number > own[..., None] - self.local)
         seen = (near | ~narrow[:, None, None]) & (number <= own[..., None])
-        return torch.where(seen, number, -1).to(torch.int32)[:, :, None].expand(-1, -1, kept, -1)
+        return torch.where(seen, number, -1).to(torch.int32)[:, :, None].expand(-1, -1, key_heads, -1)
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = self.heads(hidden)

@@ -28,8 +28,8 @@ class Landmark(KeyedAttention):
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         heads = self.heads(hidden) if self.top_blocks else self.project_heads(hidden, position_embeddings)
-        given = {name: getattr(self, name) for name in ("block_tokens", "top_blocks", "rope_base")}
-        output = self.attended(landmark_attention, Inputs, heads, past_key_values, **given)
+        options = {name: getattr(self, name) for name in ("block_tokens", "top_blocks", "rope_base")}
+        output = self.attended(landmark_attention, Inputs, heads, past_key_values, **options)
         return self.project_out(output, hidden)
 
 

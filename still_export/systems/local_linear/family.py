@@ -31,27 +31,27 @@ class FlaParallax(FlaLocalLinear):
                 self.add_module(name, GatedRMSNorm(config.head_dim, HEAD_EPSILON, None))
 
 
-def parallax_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads = given["num_heads"]
-    if given["hidden_size"] % heads:
+def parallax_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_heads"]
+    if config["hidden_size"] % heads:
         raise ConfigError(
-            f"hidden_size={given['hidden_size']} in config.json is no multiple of num_heads={heads}. Fix one of them."
+            f"hidden_size={config['hidden_size']} in config.json is no multiple of num_heads={heads}. Fix one of them."
         )
     return {
-        "num_key_value_heads": given.get("num_kv_heads") or heads,
-        "attention_bias": given.get("qkv_bias", False),
-        "qk_norm": given.get("qk_norm", False),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rope_theta", 1e4))},
+        "num_key_value_heads": config.get("num_kv_heads") or heads,
+        "attention_bias": config.get("qkv_bias", False),
+        "qk_norm": config.get("qk_norm", False),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.get("rope_theta", 1e4))},
     }
 
 
-def local_linear_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    ridge = float(given.get("ridge", 1.0))
+def local_linear_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    ridge = float(config.get("ridge", 1.0))
     if not 0 < ridge < math.inf:
         raise ConfigError(
             f"ridge={ridge:g} in config.json; a ridge must be above 0, or the equations may have no solution. Fix it."
         )
-    return parallax_heads(given) | {"ridge": ridge}
+    return parallax_heads(config) | {"ridge": ridge}
 
 
 def _covered(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -26,7 +26,7 @@ class LocalLinearAttention(KeyedAttention):
         self.ridge = base.ridge
 
     def extra_inputs(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
-        """What the op has beside query [B, T, H, D], keys and values."""
+        """Further inputs of the op, besides query [B, T, H, D], keys and values."""
         wide = torch.promote_types(query.dtype, torch.float32)
         return {"ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device)}
 

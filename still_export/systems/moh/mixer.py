@@ -35,8 +35,8 @@ class ChosenHeads(SoftmaxAttention):
         lengths = lengths / (lengths - lengths.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
         router = torch.eye(lengths.shape[-1], dtype=wide, device=query.device)
         inputs = Inputs(lengths, router, k=self.routed)
-        told = route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
-        taken = (told[0][..., None] == torch.arange(lengths.shape[-1], device=query.device)).any(-2)
+        routing = route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
+        taken = (routing[0][..., None] == torch.arange(lengths.shape[-1], device=query.device)).any(-2)
         output = self.attend(*self.turned(query, key, position_embeddings), value, past_key_values)
         first, others = output[:, :, : self.shared], output[:, :, self.shared :] * taken[..., None].to(output.dtype)
         return self.o_proj(torch.cat((first, others), dim=2).flatten(2))
@@ -50,11 +50,11 @@ def head_counts(config: Any) -> tuple[int, int]:
     """Returns (heads for every token, number of the others per token); by default a half and a quarter of all.
 
     Raises:
-        ConfigError: All heads are used, or none of those that are not shared.
+        ConfigError: None or all of the heads that are not shared are used.
     """
     heads = config.num_attention_heads
-    given = (getattr(config, name, None) for name in ("shared_heads", "routed_heads"))
-    shared, routed = (usual if x is None else x for x, usual in zip(given, (heads // 2, heads // 4), strict=True))
+    counts = (getattr(config, name, None) for name in ("shared_heads", "routed_heads"))
+    shared, routed = (usual if x is None else x for x, usual in zip(counts, (heads // 2, heads // 4), strict=True))
     if not (0 <= shared and 1 <= routed < heads - shared):
         raise ConfigError(
             f"shared_heads={shared} and routed_heads={routed} of {heads} heads; some of those that are not shared must be used, and not "

@@ -47,24 +47,24 @@ class FlaRouted(FlaGatedDeltaNet):
             self.q_norm, self.k_norm = (GatedRMSNorm(keys // heads, config.rms_norm_eps, None) for _ in range(2))
 
 
-def nats_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, softmax, sizes = given["num_heads"], given["num_attn_heads"], gated_delta_net_heads(given)
-    routes = given.get("num_nats_head") or heads
+def nats_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, softmax, sizes = config["num_heads"], config["num_attn_heads"], gated_delta_net_heads(config)
+    routes = config.get("num_nats_head") or heads
     keys, values = (heads * sizes[f"linear_{x}_head_dim"] for x in ("key", "value"))
     if heads % routes or softmax % routes or keys % softmax or values % softmax:
         raise ConfigError(
             f"num_nats_head={routes} in config.json must divide num_heads={heads} and num_attn_heads={softmax}, which must divide "
             f"{keys} channels of keys and {values} of values. Fix one of them."
         )
-    plain = set(given.get("gdn_layers") or ())
+    plain = set(config.get("gdn_layers") or ())
     return sizes | {
-        "layer_types": [LINEAR if i in plain else ROUTED for i in range(given["num_hidden_layers"])],
+        "layer_types": [LINEAR if i in plain else ROUTED for i in range(config["num_hidden_layers"])],
         "num_attention_heads": softmax,
         "num_key_value_heads": softmax,
         "head_dim": max(keys, values) // softmax,
-        "qk_norm": given.get("attn_qk_norm", False),
+        "qk_norm": config.get("attn_qk_norm", False),
         "routes": routes,
-        "keep_decay": given.get("decay_for_non_gdn_blocks", False),
+        "keep_decay": config.get("decay_for_non_gdn_blocks", False),
     }
 
 

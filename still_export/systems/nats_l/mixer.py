@@ -42,17 +42,17 @@ class RoutedLayer(WithFixedStates[AttentionState], AttentionLayer):
         return super().empty(batch, _whole(columns), dtype, device)
 
     def grown(self, state: AttentionState, columns: int) -> AttentionState:
-        kept, new, least = self.second_mixer.tensors.get("kept_chunks"), self.new_tokens, _whole(columns)
-        if kept is not None and new is not None and new.numel():
-            least = min(least, ROUTED_CHUNK * (int(kept.max()) + 1) + int(new.max()))
+        chunks, new, least = self.second_mixer.tensors.get("kept_chunks"), self.new_tokens, _whole(columns)
+        if chunks is not None and new is not None and new.numel():
+            least = min(least, ROUTED_CHUNK * (int(chunks.max()) + 1) + int(new.max()))
         return super().grown(state, least)
 
     def store(self, state: AttentionState) -> None:
-        """Store the state, without the rows of a prompt's dropped chunks if these are many."""
+        """Store the state; if many chunks of a prompt were dropped, without their rows."""
         if self.progress.grows and not torch.compiler.is_compiling() and state.rows > 2 * ROUTED_CHUNK:
-            held = ROUTED_CHUNK * (int(self.second_mixer.tensors["kept_chunks"].max()) + 1)
-            if state.rows > 2 * held:
-                state = replace(state, key=state.key[:, :, :held].clone(), value=state.value[:, :, :held].clone())
+            rows = ROUTED_CHUNK * (int(self.second_mixer.tensors["kept_chunks"].max()) + 1)
+            if state.rows > 2 * rows:
+                state = replace(state, key=state.key[:, :, :rows].clone(), value=state.value[:, :, :rows].clone())
         super().store(state)
 
 
@@ -87,30 +87,30 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         first, second = self.nats_layer(hidden).detach().unflatten(-1, (self.routes, 2)).unbind(-1)
         begins = (past[:, None] + torch.arange(hidden.shape[1], device=hidden.device)) % ROUTED_CHUNK == 0
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        kept = torch.zeros_like(first, dtype=wide).masked_fill(begins[..., None], -torch.inf)[..., None]
+        decay = torch.zeros_like(first, dtype=wide).masked_fill(begins[..., None], -torch.inf)[..., None]
         value = (first - second)[..., None]
         one = torch.ones_like(value[:, :, :1])
-        told, after = linear_attention(
-            RuleInputs(one[..., None], one, value, kept, new_tokens=new_tokens, update_rule="gated", scale=1.0), before
+        sums, after = linear_attention(
+            RuleInputs(one[..., None], one, value, decay, new_tokens=new_tokens, update_rule="gated", scale=1.0), before
         )
-        mean = told[:, :, :, 0, 0].to(wide) / ROUTED_CHUNK
+        mean = sums[:, :, :, 0, 0].to(wide) / ROUTED_CHUNK
         # Exactly one of each pair is positive: the best one; ties go to softmax.
         scores = torch.cat((mean, -mean), -1)
         router = torch.eye(2 * self.routes, dtype=wide, device=mean.device)
-        asked = RouteInputs(scores, router, k=self.routes, score="sigmoid")
-        went = route(asked) if self.watch is None else naive_route(asked, self.watch(margins(asked)))
-        softmax = (went[0][..., None] == torch.arange(self.routes, device=mean.device)).any(-2)
+        inputs = RouteInputs(scores, router, k=self.routes, score="sigmoid")
+        routing = route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
+        softmax = (routing[0][..., None] == torch.arange(self.routes, device=mean.device)).any(-2)
         return softmax.to(torch.int32), after
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         states, new_tokens, fixed = self.begin(hidden_states, cache_params)
-        kept = part_of(cache_params, self.layer_idx, RoutedLayer)
-        past = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length
+        attention = part_of(cache_params, self.layer_idx, RoutedLayer)
+        past = torch.zeros_like(new_tokens) if attention is None or attention.length is None else attention.length
         mixed, gate, b, a = self.project(hidden_states)
         (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
-        softmax, told = self.chosen(hidden_states, states["recurrent_state"], past, new_tokens)
+        softmax, decisions = self.chosen(hidden_states, states["recurrent_state"], past, new_tokens)
         shares = self.nats_out_weights_layer(query).unflatten(-1, (self.softmax_heads, 2)).softmax(-1)
 
         wide = torch.promote_types(b.dtype, torch.float32)
@@ -138,7 +138,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
                 fixed.store(
                     {
                         "conv_state": columns,
-                        "recurrent_state": told,
+                        "recurrent_state": decisions,
                         **after._asdict(),
                         "kept_chunks": kept_chunks,
                     }
@@ -174,17 +174,19 @@ class RoutedAttentionMixer(KeysMixer):
         rule = {"H": heads, "D": dim, "V": size, "R": config.routes}
         channels = {"C": heads * (2 * dim + size), "P": config.linear_conv_kernel_dim - 1}
         # The partial decision of an open chunk is the state of a gated rule with one number per route.
-        told = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": config.routes, "D": 1, "V": 1})
+        decision = LayerOp(
+            LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": config.routes, "D": 1, "V": 1}
+        )
         return (
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, channels),
-            told,
+            decision,
             LayerOp(ROUTED_ATTENTION, {"keep_decay": int(config.keep_decay)}, rule),
             LayerOp(KEPT_ATTENTION, {"chunk_size": ROUTED_CHUNK}, {**sizes(config), "R": config.routes}),
         )
 
     def cache_layer(self, config: Any, index: int) -> RoutedLayer:
-        kept = config.num_attention_heads, head_size(config), config.still.deployment.cache
-        return RoutedLayer(self.ops(config, index), *kept)
+        cache_sizes = config.num_attention_heads, head_size(config), config.still.deployment.cache
+        return RoutedLayer(self.ops(config, index), *cache_sizes)
 
     def made(self, base: nn.Module, config: Any, index: int) -> Any:
         kind = class_for(base, {"FlaRouted": NatsAttention}, "routed attention")

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.mixers.layers import MOST_ROWS
 from still_export.models.families.linear_mixins import Place, stack_family
 from still_export.models.families.softmax_families import Published
-from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, copied, demand_covered
 from still_export.models.families.support import SLIDING
 
 NAMES = (
@@ -65,7 +65,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{MOST_ROWS}. Fix them."
         )
     return {
-        **kept(config),
+        **copied(config),
         "model_type": "rat",
         "hidden_size": width,
         "intermediate_size": int(config.get("d_ffn") or 4 * width),

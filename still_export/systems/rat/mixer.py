@@ -64,16 +64,16 @@ class Rat(KeyedAttention):
     def layer(self, key: Tensor) -> StridedLayer:
         return StridedLayer(self.scan, self.row_tokens, key.shape[2], self.head_dim, self.cache)
 
-    def scanned(self, gate: Tensor, given: Tensor, first: Tensor, cache: Any) -> Tensor:
-        """Scan both halves of `given` [B, T, 2 C] with the same gate logits `gate` [B, T, C]; `first` [B, T, 1] marks starts of chunks."""
-        before, new_tokens, layer = states_of(cache, self.layer_idx, self.scan, given)
-        kept = (-softplus(-gate)).masked_fill(first, -torch.inf)
-        one = given.new_ones(1, 1, 1, 1).expand(*given.shape[:2], 1, 1)
+    def scanned(self, gate: Tensor, x: Tensor, first: Tensor, cache: Any) -> Tensor:
+        """Scan both halves of `x` [B, T, 2 C] with the same gate logits `gate` [B, T, C]; `first` [B, T, 1] marks starts of chunks."""
+        before, new_tokens, layer = states_of(cache, self.layer_idx, self.scan, x)
+        decay = (-softplus(-gate)).masked_fill(first, -torch.inf)
+        one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:2], 1, 1)
         inputs = ScanInputs(
             one[:, :, None],
             one,
-            (given * torch.cat(((-gate).sigmoid(),) * 2, -1)).to(given.dtype)[..., None],
-            torch.cat((kept, kept), -1)[..., None],
+            (x * torch.cat(((-gate).sigmoid(),) * 2, -1)).to(x.dtype)[..., None],
+            torch.cat((decay, decay), -1)[..., None],
             new_tokens=new_tokens,
             update_rule="gated",
             scale=1.0,

@@ -42,7 +42,7 @@ class ClusterKeys(AttentionState):
 class ClusterLayer(RowsLayer):
     """The cache of one layer."""
 
-    of, kept = ClusterKeys, "clusters"
+    of, own_state = ClusterKeys, "clusters"
 
 
 class ClusterAttention(Keyed):
@@ -74,11 +74,11 @@ class ClusterAttention(Keyed):
         # Exactly one per head is positive: the best one.
         heads, count = near.shape[2:]
         router = torch.eye(heads * count, dtype=wide, device=unit.device)
-        asked = RouteInputs((near - best).flatten(2), router, k=heads, score="sigmoid")
-        went = route(asked) if self.watch is None else naive_route(asked, self.watch(margins(asked)))
+        inputs = RouteInputs((near - best).flatten(2), router, k=heads, score="sigmoid")
+        routing = route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
         number = torch.arange(heads * count, device=unit.device).view(heads, count)
-        told = (went[0][..., None, None] == number).any(2)
-        return (near + MARK * told.to(wide)).argmax(-1).to(torch.int32)
+        chosen = (routing[0][..., None, None] == number).any(2)
+        return (near + MARK * chosen.to(wide)).argmax(-1).to(torch.int32)
 
     def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
         query, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.v_proj))
@@ -91,10 +91,10 @@ class ClusterAttention(Keyed):
 
         def attend(inputs: Inputs, state: Any, in_place: bool) -> tuple[Tensor, AttentionState]:
             assert inputs.new_tokens is not None
-            asked = ClusterInputs(cluster, inputs.new_tokens, state.length, self.window)
-            blocks, clusters = cluster_tokens(asked, state.clusters)
-            held = AttentionState(state.key, state.value, state.length)
-            output, present = block_attention(replace(inputs, blocks=blocks), held, in_place)
+            cluster_inputs = ClusterInputs(cluster, inputs.new_tokens, state.length, self.window)
+            blocks, clusters = cluster_tokens(cluster_inputs, state.clusters)
+            past = AttentionState(state.key, state.value, state.length)
+            output, present = block_attention(replace(inputs, blocks=blocks), past, in_place)
             return output, ClusterKeys(**{**vars(present), "clusters": clusters})
 
         output = self.attended(attend, Inputs, (query, unit, value), past_key_values, block_size=1)

@@ -105,12 +105,12 @@ def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
         for name in [n for n in tensors if n.endswith(f".attn.{kind}")]:
             mirrors = tensors.pop(name)
             for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
-                if (held := tensors.get(own := name.removesuffix(kind) + part)) is not None:
-                    read = partial(_reflected, held, mirrors)
+                if (weight := tensors.get(own := name.removesuffix(kind) + part)) is not None:
+                    read = partial(_reflected, weight, mirrors)
                     tensors[own] = Deferred(
-                        torch.Size(held.shape),
-                        held.dtype,
-                        partial(read, held.dtype),
+                        torch.Size(weight.shape),
+                        weight.dtype,
+                        partial(read, weight.dtype),
                         exact=partial(read, torch.float32),
                     )
     return tensors
@@ -118,11 +118,11 @@ def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
 
 def _reflected(weight: Weight, mirrors: Weight, dtype: torch.dtype) -> Tensor:
     """`weight` [C] or [C, inputs] with its channels (or heads of channels) reflected by each of `mirrors` [R, C or heads] in order."""
-    held, vectors = exact_value_of(weight), exact_value_of(mirrors).double()
-    rows = held.double().reshape(vectors.shape[1], -1)  # a channel's inputs, or a head's channels and their inputs
+    values, vectors = exact_value_of(weight), exact_value_of(mirrors).double()
+    rows = values.double().reshape(vectors.shape[1], -1)  # a channel's inputs, or a head's channels and their inputs
     for mirror in vectors:
         rows = rows - torch.outer(mirror, mirror @ rows) * (2 / mirror.square().sum())
-    return rows.reshape(held.shape).to(torch.float32).to(dtype)
+    return rows.reshape(values.shape).to(torch.float32).to(dtype)
 
 
 def _layer(config: Any, index: int) -> LlamaBlock:

@@ -117,15 +117,17 @@ class _Joiner:
 
     def run(self) -> int:
         gone = {value for states in self.layers.values() for s in states for value in (s.past, s.present)}
-        kept = [[value for value in values if value not in gone] for values in (self.graph.inputs, self.graph.outputs)]
+        remaining = [
+            [value for value in values if value not in gone] for values in (self.graph.inputs, self.graph.outputs)
+        ]
         for layer, states in self.layers.items():
             self._cache(layer, [s for s in states if _is_cache(s)])
             self._recurrent(layer, [s for s in states if not _is_cache(s)])
         if not any(str(value.name).endswith(CACHE) for value in self.inputs):
             for name in CACHE:
                 self._pass_on(min(self.layers), name, [1, 1, 1], ir.DataType.FLOAT)
-        self.graph.inputs[:] = [*kept[0], *self.inputs]
-        self.graph.outputs[:] = [*kept[1], *self.outputs]
+        self.graph.inputs[:] = [*remaining[0], *self.inputs]
+        self.graph.outputs[:] = [*remaining[1], *self.outputs]
         return len(self.inputs)
 
     def _cache(self, layer: int, states: list[_State]) -> None:

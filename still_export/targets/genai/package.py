@@ -37,13 +37,13 @@ PASSES = (
 """Applied to the graph for ONNX Runtime."""
 
 
-def demand_genai(asked: ExportOptions, options: Any) -> None:
+def demand_genai(export_options: ExportOptions, options: Any) -> None:
     """Raise ConfigError for options that a package for genai does not support."""
-    if asked.adapters:
+    if export_options.adapters:
         raise ConfigError("--adapters: genai has no inputs for adapters; add one with --overlay, or export --to onnx.")
-    if asked.all_logits:
+    if export_options.all_logits:
         raise ConfigError("--all-logits: genai reads the last token's logits only; for all of them export --to onnx.")
-    if asked.dtype == "bfloat16":
+    if export_options.dtype == "bfloat16":
         raise ConfigError("--dtype bfloat16: packages for genai run on the CPU, which has float32 and float16.")
 
 
@@ -87,7 +87,7 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
     tokens = int(capacity["capacity_tokens"])
     heads, rows, size = next(shape for name, shape in shapes.items() if name.endswith(f".{CACHE[0]}"))
     limited = capacity["bounded"] or rows > 1  # softmax layers store a row for every token
-    given = _json(folder / "generation_config.json")
+    generation = _json(folder / "generation_config.json")
     eos = manifest["eos_token_ids"]
     session: dict[str, Any] = {"log_id": "still-export", "provider_options": []}
     if native := manifest.get("native"):
@@ -97,13 +97,13 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
         part: {f"{side}_{key.removesuffix('_state')}_names": of("%d", key) for key in (*CACHE, *RECURRENT)}
         for part, (side, of) in names.items()
     }
-    bos = given.get("bos_token_id")
+    bos = generation.get("bos_token_id")
     return {
         "model": {
             "type": "decoder",
             **({} if bos is None or bos < 0 else {"bos_token_id": bos}),
             "eos_token_id": eos,
-            "pad_token_id": _padding(folder, given, eos),
+            "pad_token_id": _padding(folder, generation, eos),
             "vocab_size": model["vocab_size"],
             "context_length": tokens if limited else max(tokens, NO_LIMIT),
             "decoder": {
@@ -124,8 +124,8 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
 
 def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
     """The padding token that genai puts after the prompts of a batch."""
-    if (given := generation.get("pad_token_id")) is not None and given >= 0:
-        return int(given)
+    if (padding := generation.get("pad_token_id")) is not None and padding >= 0:
+        return int(padding)
     token = _json(folder / "tokenizer_config.json").get("pad_token")
     if token is not None:
         from tokenizers import Tokenizer

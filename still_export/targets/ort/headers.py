@@ -56,13 +56,13 @@ def fetched_headers() -> Path:
     return cache_folder() / "onnxruntime-include"
 
 
-def find_onnxruntime_headers(asked: Path | None = None) -> Path:
-    """Folder of ONNX Runtime's C header: `asked`, or STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
+def find_onnxruntime_headers(include: Path | None = None) -> Path:
+    """Folder of ONNX Runtime's C header: `include`, or STILL_ONNXRUNTIME_INCLUDE, or the first usual place that has it.
 
     Raises:
         PluginBuildError: The header was not found.
     """
-    named = asked or os.environ.get(INCLUDE_VARIABLE)
+    named = include or os.environ.get(INCLUDE_VARIABLE)
     if named and not (Path(named) / HEADER).is_file():
         raise PluginBuildError(f"{named} has no {HEADER}. Give the folder of ONNX Runtime's C headers.")
     places = [Path(named)] if named else [*map(Path, USUAL_INCLUDES), fetched_headers()]

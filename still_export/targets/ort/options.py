@@ -82,8 +82,8 @@ class GenaiOptions(OrtOptions):
     opset: int = field(default=OPSET, init=False)
 
 
-def demand(asked: ExportOptions, options: OrtOptions) -> None:
+def demand(export_options: ExportOptions, options: OrtOptions) -> None:
     """Raise ConfigError if an export contradicts `options`, UnsupportedError for GPUs that cannot multiply its weights."""
-    demand_float8(asked.quantize, options.archs)
-    if options.opset != OPSET and asked.quantize:
+    demand_float8(export_options.quantize, options.archs)
+    if options.opset != OPSET and export_options.quantize:
         raise ConfigError(f"--opset {options.opset} is not for --quantize, whose products are ONNX Runtime's own op.")

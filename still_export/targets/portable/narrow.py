@@ -38,13 +38,13 @@ SAME_IN_ANY_TYPE = frozenset(
 
 def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
     """Raise ConfigError, before anything is read, for a package that cannot be narrowed to `dtype`."""
-    held, config = manifest["model"]["dtype"], manifest["config"]
+    current, config = manifest["model"]["dtype"], manifest["config"]
     if dtype not in TYPES:
         raise ConfigError(
             f"--dtype {dtype}: a package is lowered to {' or '.join(TYPES)}; export the model for others."
         )
-    if held != "float32":
-        raise ConfigError(f"--dtype {dtype}: the package is in {held} already; only float32 can be narrowed.")
+    if current != "float32":
+        raise ConfigError(f"--dtype {dtype}: the package is in {current} already; only float32 can be narrowed.")
     if manifest.get("quantization"):
         raise ConfigError(
             f"--dtype {dtype}: bits of weights are chosen at export; export the model with --dtype {dtype}."
@@ -207,12 +207,12 @@ class _Narrowing:
             )
         return array
 
-    def _rounded(self, held: ir.ExternalTensor) -> ir.LazyTensor:
+    def _rounded(self, weight: ir.ExternalTensor) -> ir.LazyTensor:
         """A weight that is rounded when it is written."""
 
         def read() -> ir.TensorProtocol:
-            array = self._round(held.numpy(), held.name)
-            forget(held)
-            return ir.tensor(array, dtype=self.type, name=held.name)
+            array = self._round(weight.numpy(), weight.name)
+            forget(weight)
+            return ir.tensor(array, dtype=self.type, name=weight.name)
 
-        return ir.LazyTensor(read, self.type, held.shape, name=held.name)
+        return ir.LazyTensor(read, self.type, weight.shape, name=weight.name)

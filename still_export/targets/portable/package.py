@@ -96,7 +96,7 @@ def write_portable(
 
         progress("tracing the encoder of images")
         save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data")
-        manifest["vision"] = source.vision.said
+        manifest["vision"] = source.vision.settings
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
@@ -124,7 +124,7 @@ def _write_graph(
         join_head(lowered, portable_graph(head.outline(), head.weights, ahead=True), manifest["model"]["layers"])
     if dump is not None:
         dump("lower_program", lowered)
-    said: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     rounded: dict[str, float] = {}
     passes = [
         Pass(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
@@ -133,22 +133,22 @@ def _write_graph(
         from still_export.graph.quantization.graph import quantize_graph
 
         def quantize(graph: ir.Model) -> int:
-            found = quantize_graph(graph, weights, planned.roles, planned.asked, planned.forms, rounded)
-            said["quantization"] = {**found, **planned.said}
+            found = quantize_graph(graph, weights, planned.roles, planned.policy, planned.forms, rounded)
+            entries["quantization"] = {**found, **planned.entry}
             return sum(
-                part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
+                part["weights"] for role in entries["quantization"]["roles"].values() for part in role if part["method"]
             )
 
         passes.insert(0, Pass(quantize, "fewer bits are asked for", requires=known_ops, ensures=imported))
     run_passes(lowered, passes, dump)
-    said["ops"] = {
+    entries["ops"] = {
         **manifest["ops"],
         **{n: OPS[n].version for n in sorted({node.op_type for node in still_nodes(lowered)})},
     }
     # In the manifest these are covered by a hash; here an edit would go unnoticed.
     lowered.metadata_props.clear()
     lowered.metadata_props.update(
-        {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
+        {field: recorded_text({**manifest, **entries}, name) for field, name in RECORDED.items()}
     )
 
     def written(done: int, total: int) -> None:
@@ -157,21 +157,21 @@ def _write_graph(
 
     save_streaming(lowered, folder / PORTABLE, DATA, written)
     if coded := sum(map(is_coded, weights.values())):
-        exact = [part for role in said.get("quantization", {}).get("roles", {}).values() for part in role]
-        kept = sum(part["weights"] for part in exact if part["method"] == EXACT)
-        floats = coded - kept - len(rounded)
-        said["source_codes"] = {"exact": kept, "floats": floats, "rounded": dict(sorted(rounded.items()))}
-    return said
+        exact = [part for role in entries.get("quantization", {}).get("roles", {}).values() for part in role]
+        exact_count = sum(part["weights"] for part in exact if part["method"] == EXACT)
+        floats = coded - exact_count - len(rounded)
+        entries["source_codes"] = {"exact": exact_count, "floats": floats, "rounded": dict(sorted(rounded.items()))}
+    return entries
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of quantization: roles and forms of weights by name, the request, and further manifest entries."""
+    """The plan of quantization: roles and forms of weights by name, the policy, and further fields of the manifest entry."""
 
     roles: dict[str, str]
     forms: dict[str, Form]
-    asked: Quantization
-    said: dict[str, Any]
+    policy: Quantization
+    entry: dict[str, Any]
 
 
 def _own(head: Source | None) -> dict[str, Weight]:
@@ -184,7 +184,7 @@ def _plan_quantization(
     source: Source, head: Source | None, options: ExportOptions, layout: Layout, to: str, progress: Progress
 ) -> Planned | None:
     """The forms of the weights, calibrated if requested; None: they are not quantized."""
-    if (asked := options.quantization(layout, to)) is None:
+    if (policy := options.quantization(layout, to)) is None:
         return None
     from still_export.models.read.roles import weight_roles
 
@@ -193,9 +193,9 @@ def _plan_quantization(
     if head is not None:
         of_head = weight_roles(head.outline())
         roles |= {name: of_head[name.removeprefix(PREFIX)] for name in own}
-    asked, forms = plan_forms({**source.weights, **own}, roles, asked)
+    policy, forms = plan_forms({**source.weights, **own}, roles, policy)
     if not options.calibrates:
-        return Planned(roles, forms, asked, {})
+        return Planned(roles, forms, policy, {})
     from still_export.graph.quantization.calibrate import calibrate, read_rows
     from still_export.models.load import load_tokenizer
 
@@ -203,8 +203,8 @@ def _plan_quantization(
     texts = read_rows(options.calibrate, tokenizer, int(model.config.vocab_size))
     budget = None if options.quantize_budget is None else parse_budget(options.quantize_budget)
     measured = {name: form for name, form in forms.items() if name not in own}
-    measured, said = calibrate(source, measured, asked, texts, budget, progress)
-    return Planned(roles, {**forms, **measured}, asked, {"calibration": said})
+    measured, calibration = calibrate(source, measured, policy, texts, budget, progress)
+    return Planned(roles, {**forms, **measured}, policy, {"calibration": calibration})
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:

@@ -89,13 +89,13 @@ def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], tar
     return target
 
 
-def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
-    """Folders of NvInfer.h: `asked`, or STILL_TENSORRT_INCLUDE, or the usual places that have it.
+def find_tensorrt_headers(folders: tuple[str, ...] = ()) -> list[Path]:
+    """Folders of NvInfer.h: `folders`, or STILL_TENSORRT_INCLUDE, or the usual places that have it.
 
     Raises:
-        PluginBuildError: A folder in `asked` has no NvInfer.h.
+        PluginBuildError: A folder in `folders` has no NvInfer.h.
     """
-    named = list(asked) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
+    named = list(folders) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
     for folder in named:
         if not (Path(folder) / "NvInfer.h").is_file():
             raise PluginBuildError(f"{folder} has no NvInfer.h. Give the include folder of a TensorRT installation.")
@@ -128,7 +128,7 @@ def build_plugins(
     cuda_include: Path | None = None,
     runner: bool = False,
 ) -> Path:
-    """Compile the core, and the TensorRT adapter if its headers are given, with CMake.
+    """Compile the core and, with TensorRT's headers, its adapter, with CMake.
 
     Args:
         build: Build folder; kept, so that a second call compiles only changes.
@@ -149,17 +149,17 @@ def build_plugins(
     return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
 
 
-def cuda_headers(asked: Path | None = None) -> list[Path]:
-    """Include folders of CUDA's runtime: `asked`, or [] if CMake's usual places have it, or those of NVIDIA's packages, which come with
-    PyTorch for GPUs.
+def cuda_headers(include: Path | None = None) -> list[Path]:
+    """Include folders of CUDA's runtime: `include`, or [] if CMake's usual places have it, or those of NVIDIA's packages (dependencies of
+    PyTorch for GPUs).
 
     Raises:
         PluginBuildError: They are missing or incomplete; the message names the missing package.
     """
-    if asked is not None:
-        if not (asked / CUDA_HEADER).is_file():
-            raise PluginBuildError(f"{asked} has no {CUDA_HEADER}. Give the include folder of a CUDA installation.")
-        return [asked]
+    if include is not None:
+        if not (include / CUDA_HEADER).is_file():
+            raise PluginBuildError(f"{include} has no {CUDA_HEADER}. Give the include folder of a CUDA installation.")
+        return [include]
     if any((Path(folder) / CUDA_HEADER).is_file() for folder in USUAL_CUDA_INCLUDES):
         return []
     found = importlib.util.find_spec("nvidia")

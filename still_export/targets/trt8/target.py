@@ -30,12 +30,12 @@ def takes(options: TrtOptions) -> bool:
     return any(tensorrt_major(include) < QUANTIZED_MAJOR for include in find_tensorrt_headers(options.tensorrt_include))
 
 
-def demand(asked: ExportOptions, options: TrtOptions) -> None:
+def demand(export_options: ExportOptions, options: TrtOptions) -> None:
     """Raise UnsupportedError for activations that the plugin cannot multiply, and GPUs that cannot multiply the weights."""
-    demand_float8(asked.quantize, options.architectures)
-    if asked.quantize and asked.dtype != "float16":
+    demand_float8(export_options.quantize, options.architectures)
+    if export_options.quantize and export_options.dtype != "float16":
         raise UnsupportedError(
-            f"--quantize {asked.quantize} beside --dtype {asked.dtype}: {LAYOUT.form} multiplies with float16. "
+            f"--quantize {export_options.quantize} beside --dtype {export_options.dtype}: {LAYOUT.form} multiplies with float16. "
             "Export with --dtype float16, or name only headers of TensorRT 10 or later with --tensorrt-include."
         )
 

@@ -47,11 +47,11 @@ def warn_of_chats(manifest: dict[str, Any]) -> None:
 
 def _rendered(node: str, chat: dict[str, Any]) -> list[str | None]:
     """Text of each of CHATS by the page's engine; None: an error."""
-    asked = json.dumps({"format": chat, "chats": list(CHATS.values())})
+    request = json.dumps({"format": chat, "chats": list(CHATS.values())})
     command = [node, "chats.mjs"]
     try:
         done = subprocess.run(
-            command, cwd=PAGE, input=asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            command, cwd=PAGE, input=request, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
     except (subprocess.SubprocessError, OSError) as error:
         logging.getLogger(__name__).debug("the page's engine does not run here: %s", error)

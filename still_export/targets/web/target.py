@@ -47,11 +47,11 @@ class WebOptions(GenaiOptions):
     onnxruntime_include: Path | None = field(default=None, init=False)
 
 
-def demand(asked: ExportOptions, options: WebOptions) -> None:
+def demand(export_options: ExportOptions, options: WebOptions) -> None:
     """Raise ConfigError for options that a package for browsers does not support."""
-    if asked.adapters:
+    if export_options.adapters:
         raise ConfigError("--adapters: a browser's runner supports none; add one with --overlay, or export --to onnx.")
-    if asked.all_logits:
+    if export_options.all_logits:
         raise ConfigError("--all-logits: a browser's runner reads the last token's logits; export --to onnx for all.")
 
 
@@ -76,9 +76,9 @@ def add_chat_template(lowering: Lowering) -> None:
     """Copy the chat template into the tokenizer's configuration, where transformers.js 4 reads it."""
     template, config = (lowering.folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
     if template.is_file() and config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8"))
-        said["chat_template"] = template.read_text(encoding="utf-8")
-        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         lowering.changed.add(config.name)
 
 

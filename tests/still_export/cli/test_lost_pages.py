@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.package.files import Held
+from still_export.package.files import OpenFiles
 from still_export.package.refusals import CheckError
 
 READ = """
@@ -40,12 +40,12 @@ def test_a_cut_file_ends_in_a_sentence(place: str, tmp_path: Path) -> None:
 def test_a_file_that_is_written_shows_and_one_that_is_exchanged_stays(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"0" * 100)
-    held = Held([path])
+    held = OpenFiles([path])
     (tmp_path / "new").write_bytes(b"1" * 100)
     os.replace(tmp_path / "new", path)
     held.check()
     for change in (lambda: os.truncate(path, 7), lambda: os.utime(path, ns=(1, 1))):
-        held = Held([path])
+        held = OpenFiles([path])
         held.check()
         change()
         with pytest.raises(CheckError, match="weights was changed while it was used"):

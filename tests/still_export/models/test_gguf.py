@@ -183,7 +183,7 @@ def test_parts_of_a_split_file(most: int, tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "blobs").mkdir(exist_ok=True)
         blob = part.rename(tmp_path / "blobs" / part.stem)  # as in Hugging Face's cache
         part.symlink_to(blob)
-        assert plan_job("onnx", {"model": str(part), "attach_untrained": True}).asked.model == str(part)
+        assert plan_job("onnx", {"model": str(part), "attach_untrained": True}).export_options.model == str(part)
         read = open_source(part, attach_untrained=True).read()
         torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     parts[0].rename(tmp_path / "alone.gguf")

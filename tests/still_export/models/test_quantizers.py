@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.read import with_held_weights
+from still_export.graph.quantization.read import with_package_weights
 from still_export.models.load import open_source
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, value_of
@@ -93,7 +93,7 @@ def test_experts_keep_their_codes(tmp_path: Path, capsys: pytest.CaptureFixture[
     experts = {name.partition("experts.")[0] for name in expected}
     assert manifest["source_codes"] == {"exact": 2 * len(experts), "floats": 0, "rounded": {}} and len(experts) == 3
     source = find_source(ExportOptions.from_manifest(manifest))
-    held = with_held_weights(source, tmp_path / "package", manifest).weights
+    held = with_package_weights(source, tmp_path / "package", manifest).weights
     for name, theirs in expected.items():
         module, number, part, _ = name.rsplit(".", 3)
         stack = value_of(held[f"{module}.{'down' if part == 'down_proj' else 'gate_up'}"])[int(number)]

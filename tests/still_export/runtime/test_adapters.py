@@ -21,7 +21,7 @@ from still_export.cli.main import main
 from still_export.errors import CheckpointError, ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
-from still_export.graph.quantization.read import eight_bits, held_model, held_names, round_activations
+from still_export.graph.quantization.read import eight_bits, package_model, quantized_names, round_activations
 from still_export.loading.torch import TorchModel
 from still_export.models.read.adapters import adapter_inputs
 from still_export.package.calls import next_feed
@@ -70,7 +70,7 @@ def reference(package: Package, adapter: Path | None) -> Callable[[np.ndarray], 
         margins.append(float(((steps - steps.floor()) - 0.5).abs().min()))
         return eight_bits(x, block_size)
 
-    model = held_model(ExportOptions.from_manifest(package.manifest), package.path, package.manifest)
+    model = package_model(ExportOptions.from_manifest(package.manifest), package.path, package.manifest)
     deltas: dict[str, Tensor] = {}
     if adapter is not None:
         from safetensors.torch import load_file
@@ -82,7 +82,9 @@ def reference(package: Package, adapter: Path | None) -> Callable[[np.ndarray], 
                 deltas[f"model.{name}"] = 2.0 * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "eight_bits", rounded)
-        round_activations(model, {n: order for n, order in held_names(package.path).items() if n not in deltas}, 32)
+        round_activations(
+            model, {n: order for n, order in quantized_names(package.path).items() if n not in deltas}, 32
+        )
 
     def forward(x: Tensor, linear: Any, delta: Tensor) -> Tensor:
         return F.linear(rounded(x, 32), linear.weight, linear.bias) + F.linear(x, delta)

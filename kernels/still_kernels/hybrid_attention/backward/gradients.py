@@ -119,11 +119,11 @@ def whole_gradients(
         run("gather", softmax.gather_kernel, (late, select_heads, batch), key, value, folds, salient_key, salient_value,
             tokens, kv_heads, select_heads // kv_heads, salient, flags)  # fmt: skip
     if late:
-        for x, weight, kept, phi, first in (
+        for x, weight, fold, phi, first in (
             (query, weights[0], None, phi_q, 2),
             (key, weights[1], folds, phi_k, 0),
         ):
-            run("features", linear.backward_features_kernel, (late, heads, batch), x, weight, kept, phi,
+            run("features", linear.backward_features_kernel, (late, heads, batch), x, weight, fold, phi,
                 tokens, heads, x.shape[2], weight_heads, select_heads, flags, first, first + late)  # fmt: skip
         run("scan", linear.backward_scan_kernel, (parts, heads, batch), value, phi_k, states, masses,
             tokens, heads, kv_heads, late)  # fmt: skip

@@ -17,7 +17,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     """The function of `node`: a short branch for plain decode steps, a general one for everything else."""
     scope = Scope()
     layer = Layer(node, dtype, dims, scope)
-    names = [n for n, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if given]
+    names = [n for n, value in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if value]
     types = [FLOAT if n.endswith(("_score", "_state")) else dtype for n in names]
 
     def branch(suffix: str) -> tuple[Scope, dict[str, str]]:

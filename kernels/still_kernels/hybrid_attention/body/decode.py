@@ -53,7 +53,7 @@ class DecodeIndex:
         self.own_index = b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1))  # slot of the new token
         self.own = b("Equal", age, 0)  # column is the new token, bool [B, 1, 1, S]
         self.rest = layer.mask(b, self.others)
-        self.held = b.reshape(layer.held_rows(b), -1, 1, 1, 1)  # number of cached salient rows
+        self.cached_rows = b.reshape(layer.cached_rows(b), -1, 1, 1, 1)  # number of cached salient rows
 
 
 def write_decode(b: Scope, layer: Layer, index: DecodeIndex, outputs: dict[str, str]) -> None:
@@ -84,7 +84,7 @@ def write_decode(b: Scope, layer: Layer, index: DecodeIndex, outputs: dict[str, 
         if not layer.per_query_head:
             by_cache = b.reshape(by_cache, 0, layer.heads, 1, -1)
         slots = b.dim("past_salient_key", 2)
-        by_cache = b("Where", b("Less", b.arange(slots), index.held), by_cache, MASKED)
+        by_cache = b("Where", b("Less", b.arange(slots), index.cached_rows), by_cache, MASKED)
         logits = b("Concat", logits, by_cache, axis=3)
     p = b("Softmax", logits, axis=-1)
     share = b("ReduceMax", p, [-1])  # 1 / sum of e^(s - m): the largest term is e^0

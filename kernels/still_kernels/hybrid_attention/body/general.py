@@ -58,9 +58,9 @@ class General:
         linear = b("MatMul", phi_q, kv_state)
         mass = b("MatMul", phi_q, b.unsqueeze(z_state, 5))
 
-        local, beside = window.local_mask(salient)
-        if beside:
-            similarity = b("Where", beside, self.linear.similarity(phi_q, k_window), 0.0)
+        local, folded_mask = window.local_mask(salient)
+        if folded_mask:
+            similarity = b("Where", folded_mask, self.linear.similarity(phi_q, k_window), 0.0)
             linear = b("Add", linear, b("MatMul", similarity, v_window))
             mass = b("Add", mass, b("ReduceSum", similarity, [-1]))
         soft = self._soft(logits, layer.mask(b, local), v_window)

@@ -35,9 +35,9 @@ class Grid:
         fresh = b.total(b("Sub", self.position, self.past), 2 * chunk)
         zero_row = b("Add", self.tokens, 2 * chunk)
         oldest = b("Max", b("Sub", self.past, 2 * chunk), 0)
-        held = b.all_of(b("GreaterOrEqual", self.position, oldest), b("Less", self.position, self.end))
+        filled = b.all_of(b("GreaterOrEqual", self.position, oldest), b("Less", self.position, self.end))
         # Row of each aligned position in cat([ring, new, zero]), [B, A].
-        self.source = b("Where", held, b("Where", self.seen, ring, fresh), zero_row)
+        self.source = b("Where", filled, b("Where", self.seen, ring, fresh), zero_row)
         self.cells = b("Mul", self.chunks, self.rows)  # [1]
 
     def gather(self, x: str, index: str, heads: int, length: str, *tail: str | int) -> str:

@@ -72,7 +72,7 @@ class Layer:
         """0 where `visible`, else a large negative number, float32."""
         return b("Where", visible, 0.0, MASKED)
 
-    def held_rows(self, b: Scope) -> str:
+    def cached_rows(self, b: Scope) -> str:
         """Number of salient rows cached before the call, int64 [B]: k for every promoted chunk (the cache may have fewer)."""
         chunks = b("Sub", b("Div", b("Add", "past_length", self.chunk - 1), self.chunk), 2)
         return b("Mul", b("Max", chunks, 0), self.salient)

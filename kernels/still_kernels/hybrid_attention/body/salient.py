@@ -77,21 +77,21 @@ class Salient:
         return b("Concat", used, flat, axis=2)
 
     @cached_property
-    def _held(self) -> str:
-        return self.layer.held_rows(self.b)  # [B]
+    def _cached_rows(self) -> str:
+        return self.layer.cached_rows(self.b)  # [B]
 
     @cached_property
     def _used(self) -> str:
         """U, cached rows in use by any row of the batch, at most N, int64 [1]; N if the overflow policy folds."""
         slots = self.b.dim("past_salient_key", 2)
-        return slots if self.folds else self.b("Min", self.b("ReduceMax", self._held, keepdims=1), slots)
+        return slots if self.folds else self.b("Min", self.b("ReduceMax", self._cached_rows, keepdims=1), slots)
 
     @cached_property
     def _entered(self) -> str:
         """Cached and new rows that have been added by each grid chunk, bool [B, chunks, U + k * chunks]."""
         b, layer, grid = self.b, self.layer, self.grid
         used = self._used
-        cached = b("Less", b.arange(used), b.unsqueeze(self._held, 1))  # [B, U]
+        cached = b("Less", b.arange(used), b.unsqueeze(self._cached_rows, 1))  # [B, U]
         cached = b("Expand", b.unsqueeze(cached, 1), b.shape(layer.batch, grid.chunks, used))
         column = b("Div", b.arange(b("Mul", grid.chunks, layer.salient)), layer.salient)
         earlier = b("LessOrEqual", column, b.unsqueeze(b.arange(grid.chunks), 1))  # [chunks, k * chunks]
@@ -108,7 +108,7 @@ class Salient:
         """The oldest chunk that stays in the cache of a folding policy by each grid chunk, int64 [B, chunks]."""
         b = self.b
         come = b("CumSum", b.cast(self.promoted, INT64), 1)
-        come = b("Add", b.unsqueeze(b("Div", self._held, self.layer.salient), 1), come)
+        come = b("Add", b.unsqueeze(b("Div", self._cached_rows, self.layer.salient), 1), come)
         return b("Sub", come, self._ring)
 
     @cached_property
@@ -116,7 +116,7 @@ class Salient:
         """Chunk of each cached and new row, int64 [B, 1, N + k * chunks]."""
         b, k = self.b, self.layer.salient
         lane, ring = b("Div", b.arange(self._used), k), b("Max", self._ring, 1)
-        last = b("Sub", b.unsqueeze(b("Div", self._held, k), 1), 1)  # [B, 1]
+        last = b("Sub", b.unsqueeze(b("Div", self._cached_rows, k), 1), 1)  # [B, 1]
         cached = b("Add", lane, b("Mul", b("Div", b("Sub", last, lane), ring), ring))  # the latest written to a slot
         column = b("Div", b.arange(b("Mul", self.grid.chunks, k)), k)
         fresh = b("Gather", b("Sub", self.grid.number, 2), column, axis=1)

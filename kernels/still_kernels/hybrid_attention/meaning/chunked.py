@@ -136,8 +136,8 @@ def _near(grid: Grid) -> Near:
     chunk = grid.chunk_size
     column = torch.arange(2 * chunk, device=grid.past.device)
     ahead = column - chunk - grid.row[..., None]
-    held = grid.windows(grid.held[:, None])[:, 0, :, None]  # [B, chunks, 1, 2C]
-    return Near(ahead, held & (ahead <= 0)[:, None])
+    filled = grid.windows(grid.filled[:, None])[:, 0, :, None]  # [B, chunks, 1, 2C]
+    return Near(ahead, filled & (ahead <= 0)[:, None])
 
 
 def _scores(logits: Tensor, near: Near, grid: Grid, config: HybridAttentionConfig) -> Tensor:

@@ -73,7 +73,7 @@ class Grid:
         return self.position < self.past[:, None]
 
     @property
-    def held(self) -> Tensor:
+    def filled(self) -> Tensor:
         """Aligned positions with a key, in the ring or new, bool [B, A]."""
         past = self.past[:, None]
         oldest = past - 2 * self.chunk_size
@@ -94,7 +94,7 @@ class Grid:
         source = torch.where(self.seen, self.position % slots, slots + self.position - self.past[:, None])
         both = torch.cat([ring.to(dtype), fresh.transpose(1, 2).to(dtype)], dim=2)
         found = gather_rows(both, source.clamp(0, slots + self.tokens - 1))
-        return torch.where(self.held[:, None, :, None], found, 0)
+        return torch.where(self.filled[:, None, :, None], found, 0)
 
     def scores(self, ring: Tensor, fresh: Tensor) -> Tensor:
         """Scores of the ring [B, H, 2C] and of grid rows [B, H, chunks, R], aligned: [B, H, A]."""
@@ -114,5 +114,5 @@ class Grid:
         """Grid rows [B, H, chunks * R, D] as tokens [B, T, H, D], 0 at padding."""
         token = torch.arange(self.tokens, device=self.past.device).expand(self.past.shape[0], self.tokens)
         place = token if self.rows == 1 else token + (self.past % self.chunk_size)[:, None]
-        kept = (token < self.new[:, None])[:, None, :, None]
-        return torch.where(kept, gather_rows(mixed, place), 0).transpose(1, 2)
+        real = (token < self.new[:, None])[:, None, :, None]
+        return torch.where(real, gather_rows(mixed, place), 0).transpose(1, 2)

@@ -73,8 +73,8 @@ def promote(
     keys = torch.cat([state.salient_key.to(wide), rows(k)], dim=2)
     values = torch.cat([state.salient_value.to(wide), rows(v)], dim=2)
 
-    held_chunks = (-(-state.length // chunk) - 2).clamp_min(0)  # promoted before the call, [B]
-    occupied = torch.arange(state.slots, device=device) < salient * held_chunks[:, None]  # [B, N], saturates at all
+    past_chunks = (-(-state.length // chunk) - 2).clamp_min(0)  # promoted before the call, [B]
+    occupied = torch.arange(state.slots, device=device) < salient * past_chunks[:, None]  # [B, N], saturates at all
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=device).tril()
     fresh = (promoted[:, None] & earlier).repeat_interleave(salient, dim=2)  # [B, query chunk, k * chunks]
     visible = torch.cat([occupied[:, None].expand(-1, chunks, -1), fresh], dim=2)
@@ -83,9 +83,9 @@ def promote(
     if config.overflow != "error" and salient:
         ring = state.slots // salient
         lane = torch.arange(state.slots, device=device) // salient
-        age = lane + (held_chunks[:, None] - 1 - lane) // ring * ring  # the latest chunk written to the slot
+        age = lane + (past_chunks[:, None] - 1 - lane) // ring * ring  # the latest chunk written to the slot
         age = torch.cat([age, row.repeat_interleave(salient, dim=1)], dim=1)[:, None]
-        first = (held_chunks[:, None] + promoted.cumsum(1) - ring)[
+        first = (past_chunks[:, None] + promoted.cumsum(1) - ring)[
             ..., None
         ]  # the oldest chunk that stays, [B, chunks, 1]
         folded = (visible & (age == first - 1) & promoted[..., None])[:, None].expand(-1, config.select_heads, -1, -1)

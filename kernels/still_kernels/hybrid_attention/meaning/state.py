@@ -68,13 +68,13 @@ class HybridAttentionState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         slots: int | None = None,
-        kept: torch.dtype | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> HybridAttentionState:
-        """State of `batch` empty rows; `slots` defaults to `config.capacity_slots`, and `kept`, the type of window and cache, to
+        """State of `batch` empty rows; `slots` defaults to `config.capacity_slots`, and `stored_dtype`, the type of window and cache, to
         `dtype`."""
         count = config.capacity_slots if slots is None else slots
         wide = torch.promote_types(dtype, torch.float32)
-        kinds = {"T": kept or dtype, "float32": wide, "int32": torch.int32}
+        kinds = {"T": stored_dtype or dtype, "float32": wide, "int32": torch.int32}
         tensors = {
             name: torch.zeros(state_shape(config, name, batch, count), dtype=kinds[spec.dtype], device=device)
             for name, spec in _specs(config).items()

@@ -32,11 +32,11 @@ class Terms:
 
 PAST = "past_recurrent_state"
 Close = Callable[[Scope, str, str, Mapping[str, str]], tuple[str, str]]
-"""Function (scope, state after a chunk, held state before its decay, fed values) -> both states for the next chunk."""
+"""Function (scope, state after a chunk, second state before its decay, fed values) -> both states for the next chunk."""
 
 
 @dataclass(frozen=True)
-class Held:
+class SecondState:
     """A second state of a scan, to which nothing is added.
 
     past, present: Its names before and after the call.
@@ -52,7 +52,7 @@ class Held:
 
 
 def write_chunks(
-    b: Scope, layer: Layer, x: Tensors, output: str, present: str, past: str = PAST, held: Held | None = None
+    b: Scope, layer: Layer, x: Tensors, output: str, present: str, past: str = PAST, second: SecondState | None = None
 ) -> None:
     """Write `output` [B, T, H, G, V] and the state `present` after the call."""
     heads, shared, dim, size = layer.heads, layer.shared, layer.dim, layer.size
@@ -70,9 +70,9 @@ def write_chunks(
         beta = blocks(x.beta if layer.beta == heads else b("Expand", x.beta, ones), 1)
     terms = terms_of(b, layer, query, key, decay, beta)
     start = None if terms.prefix is None else b("Exp", terms.prefix)  # decay of the state up to each token, [N, C, E]
-    kept, read = key, query
+    write, read = key, query
     if start is not None:
-        kept = b("Mul", key, b("Exp", terms.suffix))
+        write = b("Mul", key, b("Exp", terms.suffix))
         read = b("Mul", query, b.unsqueeze(start, 2))
     read = b.reshape(read, -1, CHUNK * shared, dim)
     added = value
@@ -84,8 +84,8 @@ def write_chunks(
     else:
         read = b("Pad", read, [0, 1, 0, 0, 0, 0], 0.0)  # a row of zeros, see below
     corrections = CHUNK if terms.inverse is not None else 1
-    found = (read, added, terms.scores, kept)
-    write_scan(b, layer, x.key, found, start, corrections, CHUNK, output, present, past, held)
+    found = (read, added, terms.scores, write)
+    write_scan(b, layer, x.key, found, start, corrections, CHUNK, output, present, past, second)
 
 
 def blocks_of(b: Scope, value: str, missing: str, *rest: int) -> str:
@@ -105,14 +105,14 @@ def write_scan(
     output: str,
     present: str,
     before: str = PAST,
-    held: Held | None = None,
+    second: SecondState | None = None,
 ) -> None:
     """The state from chunk to chunk: writes `output` [B, T, H, G, V] and the state `present`.
 
     Args:
         key: The call's keys, [B, H, T, D], for their sizes.
-        terms: read [N, corrections + C * G, D], whose first rows are subtracted from the added values; added, scores and kept, as in
-            `ChunkTerms` of the kernels; kept [N, writes, D].
+        terms: read [N, corrections + C * G, D], whose first rows are subtracted from the added values; added, scores and write, as in
+            `ChunkTerms`; write [N, writes, D].
         start: The state's decay up to each token; None: no decay.
         writes: Rows that a chunk adds to the state.
         before: The state before the call.
@@ -126,18 +126,18 @@ def write_scan(
         by_row = b.reshape(value, b.dim(key, 0), heads, -1, *rest)
         return b("Transpose", by_row, perm=[2, 0, 1, *range(3, 3 + len(rest))])
 
-    read, added, scores, kept = terms
+    read, added, scores, write = terms
     fed = {
         "read": scanned(read, rows, dim),
         "added": scanned(added, writes, size),
         "scores": scanned(scores, CHUNK * shared, writes),
-        "kept": scanned(b("Transpose", kept, perm=[0, 2, 1]), dim, writes),
+        "kept": scanned(b("Transpose", write, perm=[0, 2, 1]), dim, writes),
     }
     if start is not None:
         last = b("Slice", start, [CHUNK - 1], [CHUNK], [1])  # [N, 1, E]
         fed["left"] = scanned(b.reshape(last, -1, layer.decay, 1), layer.decay, 1)
 
-    fed |= {} if held is None else held.fed
+    fed |= {} if second is None else second.fed
     c = Scope(b)
     past, chunk = c.fresh("state"), {name: c.fresh(name) for name in fed}
     # One product reads the state, and every rule writes after it: past and present may share one buffer.
@@ -147,11 +147,11 @@ def write_scan(
     state = past if start is None else c("Mul", past, chunk["left"])
     state = c("Add", state, c("MatMul", chunk["kept"], new))
     carried, states, starts, presents = [past], [state], [before], [present]
-    if held is not None:
-        beside = c.fresh("held")
-        other = c("Mul", beside, chunk["left"]) if held.decays else c("Identity", beside)
-        states = [*held.close(c, state, other, chunk)]
-        carried, starts, presents = [past, beside], [before, held.past], [present, held.present]
+    if second is not None:
+        past_second = c.fresh("held")
+        other = c("Mul", past_second, chunk["left"]) if second.decays else c("Identity", past_second)
+        states = [*second.close(c, state, other, chunk)]
+        carried, starts, presents = [past, past_second], [before, second.past], [present, second.present]
     body = c.graph(
         "chunk",
         [(name, FLOAT) for name in (*states, result)],
@@ -197,20 +197,20 @@ def terms_of(
 
     size = 1
     while size < CHUNK:
-        left, asked = half(key, 0, size, dim), half(query, 1, size, shared, dim)
+        left, queries = half(key, 0, size, dim), half(query, 1, size, shared, dim)
         start = None
         if prefix is not None and suffix is not None:
             first, second = (half(prefix, i, size, layer.decay) for i in (0, 1))
             behind = [half(suffix, i, size, layer.decay) for i in (0, 1)]
             left = b("Mul", left, b("Exp", behind[0]))
             start = b("Exp", second)
-            asked = b("Mul", asked, b.unsqueeze(start, 2))
+            queries = b("Mul", queries, b.unsqueeze(start, 2))
             ends = [b("Slice", x, [size - 1], [size], [1]) for x in (first, second)]
             prefix = b("Concat", first, b("Add", second, ends[0]), axis=1)
             suffix = b("Concat", b("Add", behind[0], ends[1]), behind[1], axis=1)
         left = b("Transpose", left, perm=[0, 2, 1])
         rows = size * shared
-        between = b("MatMul", b.reshape(asked, -1, rows, dim), left)
+        between = b("MatMul", b.reshape(queries, -1, rows, dim), left)
         scores = _joined(b, half(scores, 0, rows, size), half(scores, 1, rows, size), between, size)
         if inverse is not None and stepped is not None:
             above, below = (half(inverse, i, size, size) for i in (0, 1))

@@ -23,7 +23,7 @@ from still_export.graph.quantization import calibrate as subject
 from still_export.graph.quantization.calibrate import LIBRARY, TRIES, fewest
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import ONNXRUNTIME, Quantization, parse_budget
-from still_export.graph.quantization.read import with_held_weights
+from still_export.graph.quantization.read import with_package_weights
 from still_export.mixers.roles import FEED_FORWARD, PROJECTION
 from still_export.models.read.roles import weight_roles
 from still_export.models.read.source import find_source
@@ -150,7 +150,7 @@ def test_budgets_choose_bits(tmp_path: Path, short: None) -> None:
     four = sum(part["weights"] for part in bits if (part["bits"], part["method"]) == (4, "rtn"))
     assert four == 28 - len(said["eight_bits"])
     whole = find_source(options())
-    held = with_held_weights(whole, package.path, package.manifest)
+    held = with_package_weights(whole, package.path, package.manifest)
     named = {name for name, role in weight_roles(whole.outline()).items() if role in (PROJECTION, FEED_FORWARD)}
     mixed = replace(whole, weights={n: (held if n in named else whole).weights[n] for n in whole.weights})
     rows = subject.read_rows((), _tokenizer(), 1024).held_out
@@ -237,7 +237,7 @@ def test_packages_have_the_codes_that_the_library_wrote(
 
     monkeypatch.setattr(subject, "by_library", recorded)
     package = export(options(quantize_method="gptq", lora=lora), tmp_path / "package")
-    held = with_held_weights(find_source(options()), package.path, package.manifest)
+    held = with_package_weights(find_source(options()), package.path, package.manifest)
     assert len(wrote) == 28 and json.loads(json.dumps(package.manifest["quantization"]["calibration"])) == {
         "tokens": 1024
     }

@@ -16,7 +16,7 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.forms import EXACT, Form, form_of
 from still_export.graph.quantization.policy import ONNXRUNTIME, Layout, Quantization, rounds_activations
-from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
+from still_export.graph.quantization.read import quantized_names, round_activations, with_package_weights
 from still_export.graph.quantization.stored import StoredWeight
 from still_export.loading.torch import TorchModel
 from still_export.mixers.roles import EMBEDDING, HEAD
@@ -78,12 +78,14 @@ def test_logits_are_those_of_the_held_weights(package: Package, kernels: bool, m
     runner = OrtModel(package.path)
     runner.start(1)
     actual = runner.feed(TOKENS[:, :20])
-    held = with_held_weights(find_source(ExportOptions.from_manifest(package.manifest)), package.path, package.manifest)
+    held = with_package_weights(
+        find_source(ExportOptions.from_manifest(package.manifest)), package.path, package.manifest
+    )
     errors = []
     for rounded in (False, True):
         model = held.read().float()
         if rounded:
-            round_activations(model, held_names(package.path), 32)
+            round_activations(model, quantized_names(package.path), 32)
         reference = TorchModel(package.manifest, model)
         feed = {**next_feed({}, TOKENS[:, :20], None), **reference.empty_feed(1, 20)}
         errors.append(reference.infer(feed)["logits"][:, -1:])
@@ -143,7 +145,7 @@ def test_k_quants_of_a_file_are_kept_to_the_last_bit(
     assert roles["embedding"] == [{"bits": 4, "method": EXACT, "weights": 1}]
     assert tied or roles["head"] == [{"bits": 6, "method": EXACT, "weights": 1}]
     source = find_source(ExportOptions.from_manifest(package.manifest))
-    held = with_held_weights(source, package.path, package.manifest)
+    held = with_package_weights(source, package.path, package.manifest)
     ends = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
     projections = [name for name in source.weights if name.endswith(ends) and "g_proj" not in name]
     assert len(projections) == 7 * layers + (1 if tied else 2)
@@ -153,7 +155,7 @@ def test_k_quants_of_a_file_are_kept_to_the_last_bit(
     runner.start(1)
     actual = runner.feed(TOKENS[:, :20] % 136)
     model = held.read().float()
-    round_activations(model, held_names(package.path), 32)
+    round_activations(model, quantized_names(package.path), 32)
     reference = TorchModel(package.manifest, model)
     feed = {**next_feed({}, TOKENS[:, :20] % 136, None), **reference.empty_feed(1, 20)}
     expected = reference.infer(feed)["logits"][:, -1:]

@@ -25,7 +25,7 @@ from still_export.graph.quantization.forms import EXACT, form_of
 from still_export.graph.quantization.gemm import DequantizedProduct
 from still_export.graph.quantization.policy import DEQUANTIZED, Layout, Quantization
 from still_export.graph.quantization.quantizers import quantize
-from still_export.graph.quantization.read import with_held_weights
+from still_export.graph.quantization.read import with_package_weights
 from still_export.graph.quantization.stored import StoredWeight
 from still_export.loading.torch import TorchModel
 from still_export.models.read.blocks import BlockWeight
@@ -209,7 +209,7 @@ def test_the_graph_computes_with_the_weights_that_it_holds(portable: Package) ->
     assert gates and set(gates) == {TensorProto.INT8}
     assert "model.embed_tokens.weight" in {i.name for i in graph.initializer}
     source = find_source(ExportOptions.from_manifest(portable.manifest))
-    held = with_held_weights(source, portable.path, portable.manifest)
+    held = with_package_weights(source, portable.path, portable.manifest)
     for name, step in (
         ("model.layers.0.mlp.down_proj.weight", 7 if scheme == "int4" else 127),
         ("lm_head.weight", 127),
@@ -271,5 +271,5 @@ def test_verify_of_a_quantized_engine(
     loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
     assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
-    monkeypatch.setattr(read, "held_rows", lambda *_: {})
+    monkeypatch.setattr(read, "row_readers", lambda *_: {})
     assert call("verify", *arguments) == 1

@@ -24,7 +24,7 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.forms import EXACT, form_of, plan_forms
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
-from still_export.graph.quantization.read import held_model, with_held_weights
+from still_export.graph.quantization.read import package_model, with_package_weights
 from still_export.loading.torch import TorchModel
 from still_export.mixers.roles import EMBEDDING, FEED_FORWARD, PROJECTION
 from still_export.models.gguf.tensors import Stored
@@ -174,7 +174,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
     thin = {o for n in graph.node for o in n.output if o.endswith((".inner", ".outer", ".sum"))}
     assert thin and thin <= {info.name for info in graph.value_info}, "passes ask for types"
     source = find_source(adapted)
-    held = with_held_weights(source, package.path, package.manifest)
+    held = with_package_weights(source, package.path, package.manifest)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
         weight = source.weights[name]
         assert isinstance(weight, Deferred) and weight.adapted is not None and weight.adapted.base is not None
@@ -187,7 +187,10 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
     runner = OrtModel(package.path)
     runner.start(1)
     actual = runner.feed(tokens)
-    for name, model in {"held": held_model(adapted, package.path, package.manifest), "original": source.read()}.items():
+    for name, model in {
+        "held": package_model(adapted, package.path, package.manifest),
+        "original": source.read(),
+    }.items():
         reference = TorchModel(package.manifest, model)
         feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
         errors[name] = float(np.abs(reference.infer(feed)["logits"] - actual).mean())
@@ -202,7 +205,7 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
     assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer"))]
     source = find_source(adapted)
     name = "model.layers.0.self_attn.q_proj.weight"
-    held = with_held_weights(source, package.path, package.manifest).weights[name]
+    held = with_package_weights(source, package.path, package.manifest).weights[name]
     expected = quantize(value_of(source.weights[name]), 4, 32).dequantized()
     assert np.array_equal(value_of(held).numpy(), expected)
 
@@ -227,7 +230,7 @@ def test_thin_products_of_one_value_keep_their_names_for_tensorrt(
     names = {i.name for i in onnx.load(package.model_path, load_external_data=False).graph.initializer}
     inner = [n for n in names if n.endswith(".inner") and "layers.0.self_attn" in n]
     assert len(inner) == 2, names
-    held = with_held_weights(find_source(options), package.path, package.manifest)
+    held = with_package_weights(find_source(options), package.path, package.manifest)
     for name in held.weights:
         assert value_of(held.weights[name]).shape == find_source(options).weights[name].shape
 
@@ -268,7 +271,7 @@ def test_our_product_takes_offsets(model_of_blocks: Path, tmp_path: Path) -> Non
     assert sum(len(n.input) == 5 and n.input[4].endswith(".offsets") and not n.input[3] for n in nodes) == 3 * 3
     assert not [i.name for i in graph.initializer if i.name.endswith((".inner", ".outer")) or "block_sums" in i.name]
     source = find_source(options)
-    held = with_held_weights(source, package.path, package.manifest)
+    held = with_package_weights(source, package.path, package.manifest)
     name = "model.layers.1.mlp.up_proj.weight"
     torch.testing.assert_close(value_of(held.weights[name]), value_of(source.weights[name]), rtol=2e-3, atol=1e-4)
     reference, runner = TorchModel(package.manifest, held.read().float()), OrtModel(package.path)
@@ -304,8 +307,8 @@ def test_offsets_are_a_product_of_block_sums(model_of_blocks: Path, tmp_path: Pa
         "outer": 1,
     }
     assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
-    held = held_model(options, package.path, package.manifest, rounded=True)
-    plain = held_model(options, package.path, package.manifest)
+    held = package_model(options, package.path, package.manifest, rounded=True)
+    plain = package_model(options, package.path, package.manifest)
     ids = random_ids(1, 20)
     with torch.no_grad():
         rounded, exact = (model(ids).logits for model in (held, plain))

@@ -19,7 +19,7 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.forms import form_of, plan_forms
 from still_export.graph.quantization.policy import Quantization, rounds_activations
 from still_export.graph.quantization.quantizers import float8, relative_error
-from still_export.graph.quantization.read import in_e4m3, round_activations, with_held_weights
+from still_export.graph.quantization.read import in_e4m3, round_activations, with_package_weights
 from still_export.models.read.blocks import Float8Weight
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import value_of
@@ -77,7 +77,7 @@ def test_the_graph_computes_with_the_weights_that_it_holds(package: Package) -> 
     assert kinds["model.layers.0.mlp.down_proj.weight.scales"] == (onnx.TensorProto.FLOAT, [1, 96])
     assert rounds_activations(package.manifest)
     source = find_source(ExportOptions.from_manifest(package.manifest))
-    held = with_held_weights(source, package.path, package.manifest)
+    held = with_package_weights(source, package.path, package.manifest)
     name = "model.layers.1.self_attn.k_proj.weight"
     original = value_of(source.weights[name]).float()
     kept = torch.from_numpy(float8(original, original.shape[1]).dequantized())

@@ -13,7 +13,7 @@ import pytest
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import Quantization, rounds_activations
-from still_export.graph.quantization.read import with_held_weights
+from still_export.graph.quantization.read import with_package_weights
 from still_export.loading.torch import TorchModel
 from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
@@ -61,7 +61,9 @@ def test_products_are_ours_and_their_bodies_onnxruntimes(package: Package) -> No
     runner.start(1)
     tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 20))
     actual = runner.feed(tokens).astype(np.float32)
-    held = with_held_weights(find_source(ExportOptions.from_manifest(package.manifest)), package.path, package.manifest)
+    held = with_package_weights(
+        find_source(ExportOptions.from_manifest(package.manifest)), package.path, package.manifest
+    )
     reference = TorchModel(package.manifest, held.read().float())
     expected = reference.infer({**next_feed({}, tokens, None), **reference.empty_feed(1, 20)})["logits"]
     assert float(np.abs(expected.astype(np.float32) - actual).mean()) < 4e-3

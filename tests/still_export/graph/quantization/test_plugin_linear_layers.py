@@ -99,5 +99,5 @@ def test_kernels_and_verify_of_an_engine(
     loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
     assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
-    monkeypatch.setattr(read, "held_rows", lambda *_: {})
+    monkeypatch.setattr(read, "row_readers", lambda *_: {})
     assert call("verify", *arguments) == 1

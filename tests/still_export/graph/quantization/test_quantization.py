@@ -24,10 +24,10 @@ from still_export.graph.quantization.policy import ONNXRUNTIME, POLICY, Quantiza
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import (
     eight_bits,
-    held_names,
-    held_source,
+    package_source,
+    quantized_names,
     round_activations,
-    with_held_weights,
+    with_package_weights,
 )
 from still_export.loading.torch import TorchModel
 from still_export.mixers import roles
@@ -148,9 +148,9 @@ def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None
     """Close to PyTorch over the dequantized weights, equal where PyTorch rounds activations too, and not to the original. Few tokens, and
     several draws: on some processors an activation that nearly ties rounds the other way, which multiplies in a random model."""
     source = find_source(ExportOptions.from_manifest(quantized.manifest))
-    held = with_held_weights(source, quantized.path, quantized.manifest)
+    held = with_package_weights(source, quantized.path, quantized.manifest)
     rounded = held.read()
-    round_activations(rounded, held_names(quantized.path), 32)
+    round_activations(rounded, quantized_names(quantized.path), 32)
     models = {"original": source.read(), "held": held.read(), "rounded": rounded}
     references = {name: TorchModel(quantized.manifest, model) for name, model in models.items()}
     runner = OrtModel(quantized.path)
@@ -172,7 +172,9 @@ def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None
 def test_another_device_reads_the_same_weights(quantized: Any) -> None:
     """Bit for bit; "cpu:0" is one, as far as the reader knows."""
     source = find_source(ExportOptions.from_manifest(quantized.manifest))
-    here, there = (with_held_weights(source, quantized.path, quantized.manifest, d).weights for d in ("cpu", "cpu:0"))
+    here, there = (
+        with_package_weights(source, quantized.path, quantized.manifest, d).weights for d in ("cpu", "cpu:0")
+    )
     for name, weight in here.items():
         assert torch.equal(value_of(weight), value_of(there[name])), name
 
@@ -182,7 +184,8 @@ def test_a_product_with_a_zero_point_is_rounded_as_by_the_cuda_provider(quantize
     """All numbers of a block are off by as much, half a unit of float16 of a scale times its zero point; without zero points by nothing."""
     options = ExportOptions.from_manifest(quantized.manifest)
     plain, rounded = (
-        held_source(options, quantized.path, quantized.manifest, rounded=kind).weights for kind in (None, torch.float16)
+        package_source(options, quantized.path, quantized.manifest, rounded=kind).weights
+        for kind in (None, torch.float16)
     )
     most = 0.0
     for name in plain:
@@ -254,8 +257,8 @@ def test_verify_tells_faults_from_the_price(
         name = "model.layers.0.mlp.up_proj.weight"
         return {**found, name: lambda rows: found[name](rows) * 1.2}
 
-    held_weights = read.held_rows
-    monkeypatch.setattr(read, "held_rows", wrong)
+    held_weights = read.row_readers
+    monkeypatch.setattr(read, "row_readers", wrong)
     with pytest.raises(SystemExit, match="1"):
         main(arguments)
 

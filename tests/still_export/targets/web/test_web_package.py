@@ -13,7 +13,7 @@ import torch
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
-from still_export.graph.quantization.read import held_source
+from still_export.graph.quantization.read import package_source
 from still_export.models.read.weights import value_of
 from still_export.package.files import DATA
 from still_export.package.folder import Package, open_package
@@ -77,7 +77,7 @@ def test_the_web_graph_computes_in_float32(pair: tuple[Package, Package], tmp_pa
     portable, made = pair
     assert not rounds_activations(made.manifest)
     options = ExportOptions.from_manifest(portable.manifest)
-    read = [held_source(options, p.path, p.manifest).weights for p in (portable, made)]
+    read = [package_source(options, p.path, p.manifest).weights for p in (portable, made)]
     for name, weight in read[0].items():
         assert torch.equal(value_of(weight), value_of(read[1][name])), name
     assert made.manifest["target"] == "web" and made.manifest["prefill_tokens"] == web.PREFILL_TOKENS
