@@ -11,6 +11,8 @@ from pydantic import Field, field_validator
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
 
+LINKED = (".safetensors", ".json", ".jinja", ".model")
+"""Suffixes of files that are read of a model's folder."""
 AGAIN = "Fix the named value, or fetch the model again."
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Whole = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -191,6 +193,15 @@ def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = 
     values = read_json(path)
     check_record(kind, values, path, fail, AGAIN)
     return values
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a file of a model in `folder` is a link to one that is gone, as in a hub cache that was cleaned."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.suffix in LINKED and not path.exists():
+            raise CheckpointError(
+                f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again."
+            )
 
 
 def check_tokenizer_files(folder: Path) -> None:

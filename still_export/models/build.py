@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -24,6 +25,11 @@ from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 SINGLE = ("bos_token_id", "pad_token_id")
+APART = (
+    *("model_type", "architectures", "auto_map"),
+    *("return_dict", "torchscript", "output_attentions", "output_hidden_states"),
+)
+"""Fields of config.json that say how a model is found, or in which form it returns its outputs."""
 
 
 class PublishedGeneration(GenerationConfig):
@@ -69,7 +75,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
         UnsupportedModelError: The attention is a variant that is not covered.
         ConfigError: The values are none of a `family` model, or contradict `still`.
     """
-    kept = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
+    if values.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "is_causal=false in config.json: its tokens see those behind them, as in a model of embeddings. Only causal models are covered."
+        )
+    unused = APART if family.linear or _has_field(family, "layer_types") else (*APART, "layer_types")
+    kept = {name: value for name, value in values.items() if name not in unused}
     kept["still_config"] = still.to_dict()
     try:
         config = family.still_config.from_dict(kept)  # type: ignore[attr-defined]
@@ -94,6 +105,11 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
         )
     config.architectures = [family.still_model.__name__]
     return config
+
+
+def _has_field(family: Family, name: str) -> bool:
+    """Whether the family's own configuration has a field; transformers ignores others."""
+    return any(field.name == name for field in dataclasses.fields(family.config))
 
 
 def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool = False) -> dict[str, Weight]:

@@ -15,7 +15,7 @@ from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, NOT_LANGUAGE, TEXT_OF
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
-from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
+from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, held_twice, value_of
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -86,13 +86,14 @@ def published_names(
     """The language model's tensors under transformers' names, and the others, by what they are for.
 
     Raises:
-        CheckpointError: A convolution lacks a part.
+        CheckpointError: A convolution lacks a part, or two tensors have the same name then.
     """
     kind = model_type.removeprefix("still_")
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
     rename = published.renamed or partial(_renamed, parts=names)
     kept: dict[str, Weight] = {}
+    given: dict[str, str] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
@@ -105,7 +106,9 @@ def published_names(
         if what:
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
-            kept[ours] = tensor
+            if ours in kept:
+                raise held_twice(ours, given[ours], name)
+            kept[ours], given[ours] = tensor, name
     kept = _bounded(_joined_convolutions(kept))
     kept = published.moved(kept, config) if published.moved else kept
     return published.tensors(kept) if published.tensors else kept, others

@@ -17,7 +17,16 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
 from still_export.models.read.checkpoint import in_range
-from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, exact_value_of, value_of
+from still_export.models.read.weights import (
+    Adapted,
+    Deferred,
+    Pair,
+    Weight,
+    Weights,
+    exact_value_of,
+    held_twice,
+    value_of,
+)
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
@@ -36,15 +45,23 @@ _OF_BASE = ("layers.", "embed_tokens.", "norm.", "embedding_norm.", "embeddings.
 
 
 def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
-    """The family's names: wrappers of PEFT and training code removed, the base's prefix added where missing."""
-    result = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("module.")
+    """The family's names: wrappers of PEFT and training code removed, the base's prefix added where missing.
+
+    Raises:
+        CheckpointError: Two tensors have the same name then.
+    """
+    result: dict[str, W] = {}
+    names: dict[str, str] = {}
+    for given, tensor in tensors.items():
+        name = given.removeprefix("module.")
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
                 name = plain + name.removeprefix(prefix)
         name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
-        result[f"model.{name}" if name.startswith(_OF_BASE) else name] = tensor
+        name = f"model.{name}" if name.startswith(_OF_BASE) else name
+        if name in result:
+            raise held_twice(name, names[name], given)
+        result[name], names[name] = tensor, given
     return result
 
 

@@ -15,11 +15,12 @@ from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.build import read_generation
 from still_export.models.description import describe_model
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
 from tests.still_export.files import edit_json, read_json
 from tests.still_export.linear_models import linear_model
-from tests.still_export.tiny import plain_model
+from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
 
 Tensors = dict[str, Tensor]
@@ -68,6 +69,22 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
     "a tensor that the index does not name": (
         lambda d, t: (shards(d, t, extra={"model.x": torch.ones(1)}), (d / SINGLE).unlink()),
         r"model\.x is in",
+    ),
+    "a tensor under two names": (
+        lambda d, t: save_file({**t, "norm.weight": torch.ones(24)}, d / SINGLE),
+        r"model\.norm\.weight twice, as .*model\.norm\.weight.*norm\.weight",
+    ),
+    "a tensor under two names of a model with images": (
+        lambda d, t: save_file({**t, "model.language_model.norm.weight": torch.ones(24)}, d / SINGLE),
+        r"model\.norm\.weight twice, as ",
+    ),
+    "a link to weights that are gone": (
+        lambda d, t: ((d / SINGLE).unlink(), (d / SINGLE).symlink_to("../blobs/0")),
+        r"model\.safetensors is a link to \.\./blobs/0, which is not there",
+    ),
+    "a link to settings that are gone": (
+        lambda d, t: ((d / "generation_config.json").unlink(), (d / "generation_config.json").symlink_to("nowhere")),
+        r"generation_config\.json is a link to nowhere",
     ),
     "a byte order mark": (
         lambda d, t: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
@@ -219,6 +236,27 @@ def test_negative_ids_stand_for_none(place: str, tmp_path: Path) -> None:
     for ends, known in ((-1, []), ([5, -1], [5])):
         edit_json(path, eos_token_id=ends, pad_token_id=-1, bos_token_id=-1)
         assert describe_model(load_model(tmp_path))["eos_token_ids"] == known
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "nemotron_h"])
+def test_a_model_whose_tokens_see_those_behind_is_refused(family: str, tmp_path: Path) -> None:
+    """transformers computes it with masks of both directions."""
+    model = linear_model(family) if family in LINEAR_FAMILIES else plain_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", is_causal=False)
+    with pytest.raises(UnsupportedModelError, match="is_causal=false"):
+        load_model(tmp_path, attach_untrained=family not in LINEAR_FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2"])
+def test_fields_of_outputs_and_of_other_classes_change_nothing(family: str, tmp_path: Path) -> None:
+    """transformers' classes of the first three ignore layer_types."""
+    model = plain_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    given = dict(layer_types=["full_attention"] * 3, return_dict=False, torchscript=True, output_hidden_states=True)
+    edit_json(tmp_path / "config.json", **given)
+    found = load_model(tmp_path, attach_untrained=True)(ids := random_ids(1, 12)).logits
+    torch.testing.assert_close(found, model(ids).logits)
 
 
 def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
