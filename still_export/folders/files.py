@@ -199,9 +199,7 @@ def check_links(folder: Path) -> None:
     """Raise CheckpointError if a file of a model in `folder` is a link to one that is gone, as in a hub cache that was cleaned."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.suffix in LINKED and not path.exists():
-            raise CheckpointError(
-                f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again."
-            )
+            raise CheckpointError(f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again.")
 
 
 def check_tokenizer_files(folder: Path) -> None:
