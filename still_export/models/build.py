@@ -137,7 +137,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
         config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
     model = _without_values(family, config).to(dtype)
     expected = dict(model.named_parameters())
-    found = split_linear_layers(weights, config, expected)
+    found = _without_zero_biases(split_linear_layers(weights, config, expected), expected)
     if config.tie_word_embeddings:
         head, embedding = found.pop("lm_head.weight", None), found.get("model.embed_tokens.weight")
         if head is not None and embedding is not None and not _same(head, embedding):
@@ -163,6 +163,18 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             parameter = expected[name]
             found[name] = Deferred(parameter.shape, parameter.dtype, partial(module.initial, own))
     return {name: found[name] for name in expected if name in found}
+
+
+def _without_zero_biases(weights: Weights, expected: Collection[str]) -> dict[str, Weight]:
+    """Without the zeros that GPTQ's writers put beside layers of a class that has no biases."""
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if name in expected
+        or not name.endswith(".bias")
+        or f"{name.removesuffix('.bias')}.weight" not in expected
+        or bool(value_of(weight).any())
+    }
 
 
 def _without_values(family: Family, config: Any) -> Any:

@@ -200,6 +200,8 @@ def _of_input(parts: Parts, name: str, needed: bool, inputs: int, groups: int) -
     if stored is None or not 0 < groups <= inputs:
         return None  # `_grouped` reports too many groups or none
     _check("g_idx", stored, inputs)
+    if name == "weight_g_idx" and bool((stored == -1).all()):
+        return None  # what compressed-tensors begins with: groups are in order
     if int(stored.min()) < 0 or int(stored.max()) >= groups:
         raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
     named = len(torch.unique(stored))
@@ -317,6 +319,10 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
         if weight.dtype in (torch.int8, torch.uint8) or weight.dtype.itemsize == 1:
             raise KeyError("weight_scale")
         return None
+    if weight.dtype.itemsize > 1:  # compressed-tensors' "dense" format
+        raise _UnreadError(
+            f"a weight in {str(weight.dtype).removeprefix('torch.')} beside its scale, where codes of 4 or 8 bits have one"
+        )
     if weight.dtype == torch.uint8:
         return _fp4(weight, _of_fp4(scale) * parts["weight_scale_2"].float())
     outputs, inputs = weight.shape
