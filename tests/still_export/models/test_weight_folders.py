@@ -1,6 +1,7 @@
 """Folders with more files than a model has: transformers' choice, adapters by what they set, settings that it reads with a warning."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.build import read_generation
-from still_export.models.description import describe_model
+from still_export.models.description import describe_model, warn_of_settings
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
@@ -218,6 +219,21 @@ def test_settings_with_a_warning_are_kept(tmp_path: Path, settings: dict[str, An
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     single = {n: v[0] for n, v in settings.items() if isinstance(v, list) and n != "eos_token_id"}
     assert {**settings, **single}.items() <= saved.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}, "repetition_penalty=1.1, no_repeat_ngram_size=3"),
+        ({"suppress_tokens": [5], "min_new_tokens": 2}, r"suppress_tokens=\[5\], min_new_tokens=2"),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "suppress_tokens": [], "temperature": 0.6, "eos_token_id": 2}, ""),
+    ],
+)
+def test_settings_that_no_program_here_applies_are_said(
+    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_settings(read_generation(settings))
+    assert bool(re.search(f"sets {said}: the package keeps it", caplog.text)) == bool(said)
 
 
 def test_settings_that_are_wrong() -> None:
