@@ -238,6 +238,8 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         of_input = torch.arange(inputs, dtype=torch.int32) // size  # the last group is shorter
     # The first format stores each zero point minus one, subtracted from whole words: a zero point of 0 borrows from the next.
     ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
+    if config.get("sym") is True and bool((_fields(zeros, bits) == 1 << (bits - 1)).all()):
+        ones = 0  # symmetric, and stored as in the second format, whatever checkpoint_format says
 
     def zero_points() -> Tensor:
         words = torch.from_numpy((zeros.numpy().view(np.uint32) + np.uint32(ones)).view(np.int32))

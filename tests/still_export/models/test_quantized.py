@@ -339,6 +339,17 @@ def test_blocks_are_of_the_size_that_the_configuration_says(high: int, wide: int
     torch.testing.assert_close(weight.read(), narrow.float() * spread)
 
 
+@pytest.mark.parametrize(("bits", "stored"), [(4, 7), (4, 8), (8, 127), (8, 128), (2, 1), (2, 2)])
+def test_symmetric_zero_points_of_either_format_are_the_middle(bits: int, stored: int) -> None:
+    """Published files (Qwen3.5's GPTQ-Int4) say gptq and store the middle as gptq_v2 does: kernels for symmetric codes read neither."""
+    codes, scales = torch.randint(0, 1 << bits, (16, 64)), torch.rand(2, 16) + 0.1
+    packed = words(codes.numpy().astype(np.uint8), bits).t().contiguous()
+    theirs = {"a.qweight": packed, "a.qzeros": words(np.full((2, 16), stored), bits), "a.scales": scales}
+    config = {"quant_method": "gptq", "bits": bits, "sym": True, "group_size": 32, "checkpoint_format": "gptq"}
+    found = value_of(dequantizing(theirs, config, "here")["a.weight"])
+    torch.testing.assert_close(found, (codes - (1 << (bits - 1))) * scales.t().repeat_interleave(32, 1))
+
+
 def test_groups_that_compressed_tensors_left_unset_are_in_order() -> None:
     codes, scales = torch.randint(0, 16, (8, 64)), torch.rand(8, 2) + 0.1
     theirs = {"a.weight_packed": words(codes.numpy().astype(np.uint8)), "a.weight_scale": scales}
