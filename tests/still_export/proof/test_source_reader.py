@@ -17,6 +17,7 @@ from still_export.models.read.weights import value_of
 from still_export.proof import other_readers, theirs
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
+from tests.still_export.files import edit_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.radlads_models import FORMS
@@ -50,6 +51,14 @@ def test_softmax_families_are_read_alike(family: str, tmp_path: Path) -> None:
     verdict = asked(tmp_path)
     assert verdict.passed and len(verdict.checks) == 2, verdict
     assert verdict.checks[1].value is not None and verdict.checks[1].value < 1e-5
+
+
+def test_a_folder_that_wants_outputs_without_names_is_read_alike(tmp_path: Path) -> None:
+    """transformers' own layers fail where config.json says return_dict false."""
+    linear_model("lfm2").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", return_dict=False, torchscript=True)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "kimi_linear"])
