@@ -71,6 +71,11 @@ class Config(Generation):
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[Whole] | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    time_step_limit: Annotated[list[Any], Field(min_length=2, max_length=2)] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     architectures: list[str] | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.errors import CheckpointError, ConfigError, StillExportError, UnsupportedModelError
 from still_export.folders.model import not_covered
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
@@ -122,6 +122,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
 
     Raises:
         CheckpointError: Names or shapes do not match the model.
+        ConfigError: Values of the configuration fit none.
         UnsupportedModelError: `weights` has attention parameters that the family has no place for.
     """
     weights = stacked_experts(weights)
@@ -135,7 +136,15 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
     if "lm_head.weight" in weights and not theirs._tied_weights_keys:
         config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
-    model = _without_values(family, config).to(dtype)
+    try:
+        model = _without_values(family, config).to(dtype)
+    except StillExportError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"no {family.name} model has these values ({type(error).__name__}: {reason}). Fix them, or fetch the model again."
+        ) from error
     expected = dict(model.named_parameters())
     found = _without_zero_biases(split_linear_layers(weights, config, expected), expected)
     if config.tie_word_embeddings:

@@ -275,6 +275,26 @@ def test_fields_of_outputs_and_of_other_classes_change_nothing(family: str, tmp_
     torch.testing.assert_close(found, model(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("lfm2", "conv_L_cache", -1),
+        ("lfm2", "rope_parameters", {"rope_type": "default", "rope_theta": None}),
+        ("qwen3_5_text", "linear_num_value_heads", -1),
+        ("granitemoehybrid", "embedding_multiplier", None),
+        ("granitemoehybrid", "logits_scaling", "x"),
+        ("nemotron_h", "time_step_limit", []),
+    ],
+)
+def test_values_that_no_model_has_are_errors_of_the_configuration(
+    family: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    linear_model(family).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{field: value})
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(tmp_path)
+
+
 def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     plain_model("llama", torch.float32).save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", pad_token_id=read_json(tmp_path / "config.json")["vocab_size"])
