@@ -204,6 +204,29 @@ def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
     assert lora_scale(read_adapter_config(path), "model.layers.0.self_attn.q_proj", 4) == 2  # PEFT's own lora_alpha
 
 
+@pytest.mark.parametrize("theirs", ["model.", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("own", ["model.", "model.language_model.", "language_model.model."])
+def test_an_adapter_of_the_language_model_alone_or_of_the_whole(own: str, theirs: str, tmp_path: Path) -> None:
+    """Trained by AutoModelForCausalLM, it has other prefixes than by the class of the folder, and its patterns are of its own names."""
+    linear_model("qwen3_5_text").save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / SINGLE
+    tensors = load_file(path)
+    save_file({name.replace("model.", own, 1): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
+    module = next(n for n in tensors if n.endswith("mlp.up_proj.weight")).removesuffix(".weight")
+    norm = module.replace("mlp.up_proj", "input_layernorm.weight")
+    rows, columns = tensors[f"{module}.weight"].shape
+    a, b, trained = torch.randn(4, columns), torch.randn(rows, 4), torch.randn_like(tensors[norm])
+    name, saved = (f"base_model.model.{part.replace('model.', theirs, 1)}" for part in (module, norm))
+    (tmp_path / "lora").mkdir()
+    pair = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, saved: trained}
+    save_file(pair, tmp_path / "lora" / "adapter_model.safetensors")
+    pattern = {f"{module.replace('model.', theirs, 1)}": 8}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({**LORA, "alpha_pattern": pattern}))
+    weights = open_source(tmp_path / "base", overlays=[tmp_path / "lora"]).weights
+    torch.testing.assert_close(value_of(weights[f"{module}.weight"]), tensors[f"{module}.weight"] + 2 * b @ a)
+    assert torch.equal(value_of(weights[norm]), trained)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
