@@ -11,6 +11,8 @@ from pydantic import Field, field_validator
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
 
+LINKED = (".safetensors", ".json", ".jinja", ".model")
+"""Suffixes of files that are read of a model's folder."""
 AGAIN = "Fix the named value, or fetch the model again."
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Whole = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -69,6 +71,11 @@ class Config(Generation):
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     no_rope_layers: list[Whole] | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    time_step_limit: Annotated[list[Any], Field(min_length=2, max_length=2)] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     architectures: list[str] | None = None
@@ -191,6 +198,13 @@ def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = 
     values = read_json(path)
     check_record(kind, values, path, fail, AGAIN)
     return values
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a file of a model in `folder` is a link to one that is gone, as in a hub cache that was cleaned."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.suffix in LINKED and not path.exists():
+            raise CheckpointError(f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again.")
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -14,7 +14,7 @@ from still_export.discovery import recognised, systems
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.families import LINEAR, NEWER, NOT_COVERED, TEXT_OF, whole_config
-from still_export.folders.files import read_json
+from still_export.folders.files import check_links, read_json
 from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
 from still_export.sources import SOFTMAX, local
 
@@ -99,7 +99,8 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise if a folder's config.json is missing (ModelNotFoundError) or damaged (CheckpointError)."""
+    """Raise if a folder's config.json is missing (ModelNotFoundError) or damaged (CheckpointError), or a link is broken."""
+    check_links(folder)
     path = folder / "config.json"
     if not path.is_file():
         found = sorted(p.name for p in folder.iterdir())[:6]

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from still_export.errors import CheckpointError
-from still_export.folders.files import read_json
+from still_export.folders.files import check_links, read_json
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
@@ -23,8 +23,9 @@ def weight_files(folder: Path) -> list[Path]:
     adapter if its configuration exists; otherwise the only file.
 
     Raises:
-        CheckpointError: There are no files, a shard is missing, there are several files without an index, or only pickles.
+        CheckpointError: There are no files, a shard is missing, there are several files without an index, only pickles, or a broken link.
     """
+    check_links(folder)
     single, index, adapter = (
         folder / name for name in ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
     )

@@ -39,7 +39,7 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
     """
     found = {}
     for name in (*_ENDS, "bos", "padding"):
-        token = file.value(f"tokenizer.ggml.{name}_token_id", None)
+        token = file.token(name)
         if token is not None and not 0 <= token < vocabulary:
             raise CheckpointError(
                 f"{file.path} has {name}_token_id={token}, outside of its vocabulary of {vocabulary} tokens. It is damaged."

@@ -14,6 +14,7 @@ import numpy as np
 from still_export.errors import CheckpointError, UnsupportedModelError
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_PIECES = {"unknown": 0, "bos": 1, "eos": 2}
 _LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, TypeError, MemoryError, RecursionError)
 
 
@@ -42,6 +43,15 @@ class Container:
                 return default[0]
             raise CheckpointError(f"{self.path} lacks the key {name}. It is incomplete; fetch it again.")
         return field.contents()
+
+    def token(self, name: str) -> int | None:
+        """The id of a special token; of sentence pieces, llama.cpp's where the file names none."""
+        pieces = self.value("tokenizer.ggml.model", "") == "llama"
+        default = _PIECES.get(name) if pieces else None
+        if default is not None and default >= len(self.value("tokenizer.ggml.tokens", [])):
+            default = None
+        found: int | None = self.value(f"tokenizer.ggml.{name}_token_id", default)
+        return found
 
     @property
     def architecture(self) -> str:

@@ -257,9 +257,10 @@ def groups(view: View) -> Config:
 def rope(view: View, size: int) -> Config:
     """Rotary positions of heads with `size` channels, as `rope_parameters`.
 
-    As in llama.cpp, a factor without a type, or under an old key, means linear scaling.
+    As in llama.cpp, a factor without a type, or under an old key, means linear scaling, and YaRN's context is the model's by default.
 
     Raises:
+        CheckpointError: The table of frequencies has another size.
         UnsupportedModelError: The kind of scaling is not supported.
     """
     keys = view.keys
@@ -276,7 +277,8 @@ def rope(view: View, size: int) -> Config:
     if kind == "linear" and factor != 1:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context or None}
+        context = context or keys.whole("context_length")
+        found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
         for name in ("beta_fast", "beta_slow"):
             if f"rope.scaling.yarn_{name}" in keys:
                 found[name] = keys.number(f"rope.scaling.yarn_{name}")
@@ -291,7 +293,12 @@ def _of_table(view: View, found: Config, rotated: int) -> Config:
     """Llama 3's scaling. A file has its divisors of frequencies: the factor is the largest, and the other parameters of all published
     models must produce the same table."""
     tensor = view.file.tensors["rope_freqs.weight"]
-    table = np.asarray(undone(tensor.data, tensor.tensor_type, "rope_freqs.weight"), np.float32).reshape(rotated // 2)
+    table = np.asarray(undone(tensor.data, tensor.tensor_type, "rope_freqs.weight"), np.float32).flatten()
+    if len(table) != rotated // 2:
+        raise CheckpointError(
+            f"{view.file.path} has {len(table)} rotary frequencies (rope_freqs.weight) for {rotated} rotated channels, which need "
+            f"{rotated // 2}. It is damaged; fetch it again."
+        )
     factor, low, high, context = round(float(table.max()), 4), 1.0, 4.0, 8192
     turns = context / (2 * np.pi) * found["rope_theta"] ** -(np.arange(0, rotated, 2) / rotated)
     smooth = np.clip((turns - low) / (high - low), 0, 1)

@@ -130,7 +130,7 @@ def _vocabulary(file: Container) -> _Vocabulary:
             "vocabulary. They belong to different models; fetch the file again."
         )
     tokens, kinds = tokens[:rows], kinds[:rows]
-    ids = {name: file.value(f"tokenizer.ggml.{name}_token_id", None) for name in _SPECIAL}
+    ids = {name: file.token(name) for name in _SPECIAL}
     ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # of any kind
     ids = {name: None if token is None or token >= len(tokens) else int(token) for name, token in ids.items()}
     seen: set[str] = set()

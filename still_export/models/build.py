@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.errors import CheckpointError, ConfigError, StillExportError, UnsupportedModelError
 from still_export.folders.model import not_covered
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
@@ -24,6 +25,11 @@ from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 SINGLE = ("bos_token_id", "pad_token_id")
+APART = (
+    *("model_type", "architectures", "auto_map"),
+    *("return_dict", "torchscript", "output_attentions", "output_hidden_states"),
+)
+"""Fields of config.json that say how a model is found, or in which form it returns its outputs."""
 
 
 class PublishedGeneration(GenerationConfig):
@@ -69,7 +75,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
         UnsupportedModelError: The attention is a variant that is not covered.
         ConfigError: The values are not valid for `family`, or contradict `still`.
     """
-    own = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "auto_map")}
+    if values.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "is_causal=false in config.json: its tokens see those behind them, as in a model of embeddings. Only causal models are covered."
+        )
+    unused = APART if family.linear or _has_field(family, "layer_types") else (*APART, "layer_types")
+    own = {name: value for name, value in values.items() if name not in unused}
     own["still_config"] = still.to_dict()
     try:
         config = family.still_config.from_dict(own)  # type: ignore[attr-defined]
@@ -96,6 +107,11 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
     return config
 
 
+def _has_field(family: Family, name: str) -> bool:
+    """Whether the family's own configuration has a field; transformers ignores others."""
+    return any(field.name == name for field in dataclasses.fields(family.config))
+
+
 def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool = False) -> dict[str, Weight]:
     """All parameters of a model by name, tied ones once: those in `weights`, and initial values of untrained layers.
 
@@ -106,6 +122,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
 
     Raises:
         CheckpointError: Names or shapes do not match the model.
+        ConfigError: Values of the configuration fit none.
         UnsupportedModelError: `weights` has attention parameters that the family has no place for.
     """
     weights = stacked_experts(weights)
@@ -119,9 +136,17 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     hf_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
     if "lm_head.weight" in weights and not hf_class._tied_weights_keys:
         config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
-    model = _without_values(family, config).to(dtype)
+    try:
+        model = _without_values(family, config).to(dtype)
+    except StillExportError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"no {family.name} model has these values ({type(error).__name__}: {reason}). Fix them, or fetch the model again."
+        ) from error
     expected = dict(model.named_parameters())
-    found = split_linear_layers(weights, config, expected)
+    found = _without_zero_biases(split_linear_layers(weights, config, expected), expected)
     if config.tie_word_embeddings:
         head, embedding = found.pop("lm_head.weight", None), found.get("model.embed_tokens.weight")
         if head is not None and embedding is not None and not _same(head, embedding):
@@ -147,6 +172,18 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             parameter = expected[name]
             found[name] = Deferred(parameter.shape, parameter.dtype, partial(module.initial, own))
     return {name: found[name] for name in expected if name in found}
+
+
+def _without_zero_biases(weights: Weights, expected: Collection[str]) -> dict[str, Weight]:
+    """Without the zeros that GPTQ's writers put beside layers of a class that has no biases."""
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if name in expected
+        or not name.endswith(".bias")
+        or f"{name.removesuffix('.bias')}.weight" not in expected
+        or bool(value_of(weight).any())
+    }
 
 
 def _without_values(family: Family, config: Any) -> Any:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from still_export.mixers.cache import state_table
 from still_export.mixers.layers import head_size
 from still_export.mixers.registry import mixer_of
+
+NOT_APPLIED: Mapping[str, Any] = {
+    **{"repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "guidance_scale": 1},
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "stop_strings")),
+    **dict.fromkeys(
+        ("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+    ),
+}
+"""Settings that change greedy answers of transformers and of no program here, with their values of no effect."""
+
+
+def warn_of_settings(generation: Any) -> None:
+    """Warn about settings in NOT_APPLIED."""
+    said = {name: getattr(generation, name, None) for name in NOT_APPLIED}
+    found = [f"{name}={value!r:.40}" for name, value in said.items() if value not in (None, [], {}, NOT_APPLIED[name])]
+    if found:
+        logging.getLogger(__name__).warning(
+            "generation_config.json sets %s: the package keeps it for transformers, `run` and `serve` do not apply it",
+            ", ".join(found),
+        )
 
 
 def describe_model(model: Any) -> dict[str, Any]:

@@ -317,7 +317,7 @@ def _overlay(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
         and not ends & {"lm_head", "head"}
     ):
         found.own_embedding = path
-    found.tensors.update(added)
+    found.tensors.update({convert.name_in_base(name, found.tensors): tensor for name, tensor in added.items()})
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))
         found.adapter = None

@@ -200,6 +200,8 @@ def _of_input(parts: Parts, name: str, needed: bool, inputs: int, groups: int) -
     if stored is None or not 0 < groups <= inputs:
         return None  # `_grouped` reports too many groups or none
     _check("g_idx", stored, inputs)
+    if name == "weight_g_idx" and bool((stored == -1).all()):
+        return None  # what compressed-tensors begins with: groups are in order
     if int(stored.min()) < 0 or int(stored.max()) >= groups:
         raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
     named = len(torch.unique(stored))
@@ -236,6 +238,8 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         of_input = torch.arange(inputs, dtype=torch.int32) // size  # the last group is shorter
     # The first format stores each zero point minus one, subtracted from whole words: a zero point of 0 borrows from the next.
     ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
+    if config.get("sym") is True and bool((_fields(zeros, bits) == 1 << (bits - 1)).all()):
+        ones = 0  # symmetric, and stored as in the second format, whatever checkpoint_format says
 
     def zero_points() -> Tensor:
         words = torch.from_numpy((zeros.numpy().view(np.uint32) + np.uint32(ones)).view(np.int32))
@@ -317,6 +321,10 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
         if weight.dtype in (torch.int8, torch.uint8) or weight.dtype.itemsize == 1:
             raise KeyError("weight_scale")
         return None
+    if weight.dtype.itemsize > 1:  # compressed-tensors' "dense" format
+        raise _UnreadError(
+            f"a weight in {str(weight.dtype).removeprefix('torch.')} beside its scale, where codes of 4 or 8 bits have one"
+        )
     if weight.dtype == torch.uint8:
         return _fp4(weight, _of_fp4(scale) * parts["weight_scale_2"].float())
     outputs, inputs = weight.shape

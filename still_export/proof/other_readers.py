@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from still_export.models.load import Source
 
 
+LANGUAGE_ALONE = {r"\.language_model\.": "."}
+"""Names of an adapter of a model with images, for its language model, which is what transformers makes of the folder here."""
+
+
 def other_reading(path: Path, overlays: Sequence[Path], source: Source) -> Reading:
     """The model as another program reads it: transformers with PEFT, the gguf package, or safetensors alone."""
     if path.is_file():
@@ -96,7 +100,7 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
             from peft import PeftModel
 
             by = "PEFT"
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            model = PeftModel.from_pretrained(model, adapter, key_mapping=LANGUAGE_ALONE).merge_and_unload()
     except Exception as error:  # of whole libraries
         reason = " ".join(str(error).split())[:200]
         return Reading(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])

@@ -45,6 +45,8 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
             module.time_step_limit = tuple(
                 model.config.time_step_limit
             )  # Nemotron-H's is another in transformers (#48989)
+        if getattr(module, "config", None) is not None:
+            module.config.return_dict = True  # whatever config.json says: layers read the fields of what others return
 
     def logits(ids: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -283,6 +283,8 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         config = _json(source / "config.json")
         config = {**config.get("text_config", {}), **config}
         own = {name: config[name] for name in (*SINGLE, "eos_token_id") if config.get(name) is not None}
+        if "eos_token_id" not in config:
+            own["eos_token_id"] = _end_of_class(source)
         settings = _json(source / GENERATION) or own
         right = _ids(settings.get("eos_token_id"))
         more = right | _ids(_end_of_tokenizer(source))
@@ -292,6 +294,16 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         wrong, where = f"they are {sorted(saved)} in {GENERATION} and {sorted(known)} in manifest.json", GENERATION
     ends = Check("end tokens are the model's", not wrong, wrong, where * bool(wrong))
     return Verdict.of([_check_settings(package, settings, not (source / GENERATION).is_file()), ends])
+
+
+def _end_of_class(source: Path) -> Any:
+    """The end tokens that transformers' configuration has where config.json names none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config().eos_token_id
+    except Exception:  # a class that transformers lacks
+        return None
 
 
 def _end_of_tokenizer(source: Path) -> int | None:

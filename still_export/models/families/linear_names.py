@@ -15,7 +15,7 @@ from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, NOT_LANGUAGE, TEXT_OF
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
-from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
+from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, held_twice, value_of
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -86,13 +86,14 @@ def published_names(
     """Returns (the language model's tensors under transformers' names, unused tensors by purpose).
 
     Raises:
-        CheckpointError: A convolution lacks a part.
+        CheckpointError: A convolution lacks a part, or two tensors have the same name then.
     """
     kind = model_type.removeprefix("still_")
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
     rename = published.renamed or partial(_renamed, parts=names)
     language: dict[str, Weight] = {}
+    old_names: dict[str, str] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
@@ -105,7 +106,9 @@ def published_names(
         if what:
             others.setdefault(what, {})[new_name] = tensor
         elif not name.endswith(_DERIVED):
-            language[new_name] = tensor
+            if new_name in language:
+                raise held_twice(new_name, old_names[new_name], name)
+            language[new_name], old_names[new_name] = tensor, name
     language = _bounded(_joined_convolutions(language))
     language = published.moved(language, config) if published.moved else language
     return published.tensors(language) if published.tensors else language, others

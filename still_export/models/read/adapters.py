@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.read.checkpoint import open_tensors
-from still_export.models.read.convert import merge_lora, plain_names
+from still_export.models.read.convert import merge_lora, name_in_base, plain_names
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
 
 
@@ -46,7 +46,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
                 f"--adapter {path} holds {name}, which is no LoRA; only LoRA is exchanged while a package runs. Export with "
                 f"--overlay {path}."
             )
-        if (target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
+        if name_in_base(target := f"{name.partition('.lora_')[0]}.weight", shapes) not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
     empty = {
         name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()

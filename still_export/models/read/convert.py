@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,13 +17,24 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
 from still_export.models.read.checkpoint import in_range
-from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, exact_value_of, value_of
+from still_export.models.read.weights import (
+    Adapted,
+    Deferred,
+    Pair,
+    Weight,
+    Weights,
+    exact_value_of,
+    held_twice,
+    value_of,
+)
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
 _LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
 _WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
 _LORA = re.compile(r"(.*)\.lora_([AB])(?:\.(?!bias$)[^.]+)?(?:\.weight)?")
+_OF_LANGUAGE = ("model.language_model.", "language_model.model.", "model.")
+_LANGUAGE = re.compile("|".join(map(re.escape, _OF_LANGUAGE)))
 W = TypeVar("W")
 _PREFIXES = (
     ("base_model.model.", ""),
@@ -36,16 +47,32 @@ _OF_BASE = ("layers.", "embed_tokens.", "norm.", "embedding_norm.", "embeddings.
 
 
 def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
-    """The family's names: wrappers of PEFT and training code removed, the base's prefix added where missing."""
-    result = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("module.")
+    """The family's names: wrappers of PEFT and training code removed, the base's prefix added where missing.
+
+    Raises:
+        CheckpointError: Two tensors have the same name then.
+    """
+    result: dict[str, W] = {}
+    names: dict[str, str] = {}
+    for given, tensor in tensors.items():
+        name = given.removeprefix("module.")
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
                 name = plain + name.removeprefix(prefix)
         name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
-        result[f"model.{name}" if name.startswith(_OF_BASE) else name] = tensor
+        name = f"model.{name}" if name.startswith(_OF_BASE) else name
+        if name in result:
+            raise held_twice(name, names[name], given)
+        result[name], names[name] = tensor, given
     return result
+
+
+def name_in_base(name: str, base: Collection[str]) -> str:
+    """An adapter's name of a weight as `base` has it: the language model of a model with images has another prefix by itself."""
+    match = _LANGUAGE.match(name)
+    if name in base or match is None:
+        return name
+    return next((found for prefix in _OF_LANGUAGE if (found := prefix + name[match.end() :]) in base), name)
 
 
 def is_released(tensors: Mapping[str, Any]) -> bool:
@@ -206,7 +233,7 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
             "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."
         )
     for module, pair in pairs.items():
-        target = f"{module}.weight"
+        target = name_in_base(f"{module}.weight", result)
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
             # A low-rank gate is only LoRA's product: a fresh gate's weight is zero and not stored.
             shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from still_export.errors import CheckpointError
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.super_blocks import SuperBlocks
 
@@ -96,6 +97,13 @@ class Adapted:
 Weight = Tensor | Deferred
 Weights = Mapping[str, Weight]
 """Weights by the name of the model's parameter."""
+
+
+def held_twice(name: str, first: str, second: str) -> CheckpointError:
+    """The error for two tensors of a checkpoint that are the same parameter."""
+    return CheckpointError(
+        f"the checkpoint has {name} twice, as {first} and as {second}: which of them counts is unknown. Delete the outdated one."
+    )
 
 
 def is_coded(weight: Weight) -> bool:

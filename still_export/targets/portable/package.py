@@ -15,7 +15,7 @@ from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import FLOAT8, Layout, Quantization, parse_budget
 from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
-from still_export.models.description import describe_model
+from still_export.models.description import describe_model, warn_of_settings
 from still_export.models.read.source import find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
@@ -86,6 +86,7 @@ def write_portable(
         )
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
+    warn_of_settings(model.generation_config)
     model.generation_config.save_pretrained(folder)
     planned = _plan_quantization(source, head, options, layout(dtype), to, progress)
     progress("tracing")

@@ -236,20 +236,35 @@ def test_llama_3_by_its_table(tmp_path: Path) -> None:
     torch.testing.assert_close(read.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("damage", ["token outside", "block too far", "adapter"])
+def test_yarn_without_its_first_context_has_the_models(tmp_path: Path) -> None:
+    """As in llama.cpp."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+    model = plain_model("llama", torch.float32, rope_parameters=rope)
+
+    def add(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+
+    write_gguf(tmp_path / "m.gguf", model, extra=add)
+    read = open_source(tmp_path / "m.gguf", attach_untrained=True).read()
+    torch.testing.assert_close(read.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("damage", ["token outside", "block too far", "table too short", "adapter"])
 def test_files_that_are_no_model(damage: str, tmp_path: Path) -> None:
     def add(writer: Any) -> None:
         if damage == "token outside":
             writer.add_eos_token_id(61)
         elif damage == "adapter":
             writer.add_type("adapter")
+        elif damage == "table too short":
+            writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
         else:
             writer.add_tensor("blk.3.attn_norm.weight", np.ones(24, np.float32))
 
     write_gguf(tmp_path / "m.gguf", plain_model("qwen3", torch.float32), extra=add)
-    with pytest.raises(
-        StillExportError, match={"token outside": "61", "block too far": r"blk\.3", "adapter": "adapter"}[damage]
-    ):
+    said = {"token outside": "61", "block too far": r"blk\.3", "table too short": "has 4 rotary", "adapter": "adapter"}
+    with pytest.raises(StillExportError, match=said[damage]):
         open_source(tmp_path / "m.gguf", attach_untrained=True)
 
 

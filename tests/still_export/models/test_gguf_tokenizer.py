@@ -120,6 +120,9 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     assert ours.decode(ours.encode("the \u00e9"), skip_special_tokens=True) == "the \u00e9"
     plain = read_tokenizer(write(tmp_path / "n.gguf", tokens, None, "default", kinds, **keys, add_space_prefix=False))
     assert plain.encode("the a") == [1, ids["the"], ids["\u2581"], ids["a"]]
+    unnamed = {name: value for name, value in keys.items() if not name.endswith("_token_id")}
+    found = read_tokenizer(write(tmp_path / "o.gguf", tokens, None, "default", kinds, **unnamed))  # llama.cpp's ids
+    assert (found.encode("the"), found.bos_token, found.eos_token) == ([1, ids["\u2581the"]], "<s>", "</s>")
 
 
 def test_pieces_as_gemma_has_them(tmp_path: Path) -> None:

@@ -301,8 +301,13 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
             {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
             "qweight in int64",
         ),
+        (
+            {"weight": torch.ones(8, 32, dtype=torch.bfloat16), "weight_scale": torch.ones(8, 1)},
+            {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"},
+            "a weight in bfloat16 beside its scale",
+        ),
     ],
-    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64"],
+    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64", "not rounded yet"],
 )
 def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
@@ -332,6 +337,41 @@ def test_blocks_are_of_the_size_that_the_configuration_says(high: int, wide: int
     assert isinstance(weight, Deferred)
     spread = scales.repeat_interleave(high, 0)[:40].repeat_interleave(wide, 1)[:, :64]
     torch.testing.assert_close(weight.read(), narrow.float() * spread)
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(4, 7), (4, 8), (8, 127), (8, 128), (2, 1), (2, 2)])
+def test_symmetric_zero_points_of_either_format_are_the_middle(bits: int, stored: int) -> None:
+    """Published files (Qwen3.5's GPTQ-Int4) say gptq and store the middle as gptq_v2 does: kernels for symmetric codes read neither."""
+    codes, scales = torch.randint(0, 1 << bits, (16, 64)), torch.rand(2, 16) + 0.1
+    packed = words(codes.numpy().astype(np.uint8), bits).t().contiguous()
+    theirs = {"a.qweight": packed, "a.qzeros": words(np.full((2, 16), stored), bits), "a.scales": scales}
+    config = {"quant_method": "gptq", "bits": bits, "sym": True, "group_size": 32, "checkpoint_format": "gptq"}
+    found = value_of(dequantizing(theirs, config, "here")["a.weight"])
+    torch.testing.assert_close(found, (codes - (1 << (bits - 1))) * scales.t().repeat_interleave(32, 1))
+
+
+def test_groups_that_compressed_tensors_left_unset_are_in_order() -> None:
+    codes, scales = torch.randint(0, 16, (8, 64)), torch.rand(8, 2) + 0.1
+    theirs = {"a.weight_packed": words(codes.numpy().astype(np.uint8)), "a.weight_scale": scales}
+    theirs |= {"a.weight_shape": torch.tensor([8, 64]), "a.weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
+    found = dequantizing(theirs, {"quant_method": "compressed-tensors"}, "here")["a.weight"]
+    assert torch.equal(value_of(found), (codes - 8) * scales.repeat_interleave(32, 1))
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_biases_of_a_class_without_any_are_left_out_where_they_are_zero(
+    base: Path, tmp_path: Path, bias: float
+) -> None:
+    """GPTQ's writers put zeros beside every layer of Llama; transformers ignores them."""
+    expected = quantized_folder(base, tmp_path / "model", "gptq")
+    module = "model.layers.0.self_attn.o_proj"
+    edit_tensors(tmp_path / "model", lambda file: file.update({f"{module}.bias": torch.full((96,), bias)}))
+    if bias:
+        with pytest.raises(UnsupportedError, match=r"o_proj\.bias"):
+            open_source(tmp_path / "model", attach_untrained=True)
+        return
+    weights = open_source(tmp_path / "model", attach_untrained=True, dtype="float32").weights
+    assert torch.equal(value_of(weights[f"{module}.weight"]), expected[f"{module}.weight"])
 
 
 def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Folders with more files than a model has: transformers' choice, adapters by what they set, settings that it reads with a warning."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.build import read_generation
-from still_export.models.description import describe_model
+from still_export.models.description import describe_model, warn_of_settings
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
 from tests.still_export.files import edit_json, read_json
 from tests.still_export.linear_models import linear_model
-from tests.still_export.tiny import plain_model
+from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
 
 Tensors = dict[str, Tensor]
@@ -68,6 +70,22 @@ REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
     "a tensor that the index does not name": (
         lambda d, t: (shards(d, t, extra={"model.x": torch.ones(1)}), (d / SINGLE).unlink()),
         r"model\.x is in",
+    ),
+    "a tensor under two names": (
+        lambda d, t: save_file({**t, "norm.weight": torch.ones(24)}, d / SINGLE),
+        r"model\.norm\.weight twice, as .*model\.norm\.weight.*norm\.weight",
+    ),
+    "a tensor under two names of a model with images": (
+        lambda d, t: save_file({**t, "model.language_model.norm.weight": torch.ones(24)}, d / SINGLE),
+        r"model\.norm\.weight twice, as ",
+    ),
+    "a link to weights that are gone": (
+        lambda d, t: ((d / SINGLE).unlink(), (d / SINGLE).symlink_to("../blobs/0")),
+        r"model\.safetensors is a link to \.\./blobs/0, which is not there",
+    ),
+    "a link to settings that are gone": (
+        lambda d, t: ((d / "generation_config.json").unlink(), (d / "generation_config.json").symlink_to("nowhere")),
+        r"generation_config\.json is a link to nowhere",
     ),
     "a byte order mark": (
         lambda d, t: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
@@ -186,6 +204,29 @@ def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
     assert lora_scale(read_adapter_config(path), "model.layers.0.self_attn.q_proj", 4) == 2  # PEFT's own lora_alpha
 
 
+@pytest.mark.parametrize("theirs", ["model.", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("own", ["model.", "model.language_model.", "language_model.model."])
+def test_an_adapter_of_the_language_model_alone_or_of_the_whole(own: str, theirs: str, tmp_path: Path) -> None:
+    """Trained by AutoModelForCausalLM, it has other prefixes than by the class of the folder, and its patterns are of its own names."""
+    linear_model("qwen3_5_text").save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / SINGLE
+    tensors = load_file(path)
+    save_file({name.replace("model.", own, 1): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
+    module = next(n for n in tensors if n.endswith("mlp.up_proj.weight")).removesuffix(".weight")
+    norm = module.replace("mlp.up_proj", "input_layernorm.weight")
+    rows, columns = tensors[f"{module}.weight"].shape
+    a, b, trained = torch.randn(4, columns), torch.randn(rows, 4), torch.randn_like(tensors[norm])
+    name, saved = (f"base_model.model.{part.replace('model.', theirs, 1)}" for part in (module, norm))
+    (tmp_path / "lora").mkdir()
+    pair = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, saved: trained}
+    save_file(pair, tmp_path / "lora" / "adapter_model.safetensors")
+    pattern = {f"{module.replace('model.', theirs, 1)}": 8}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({**LORA, "alpha_pattern": pattern}))
+    weights = open_source(tmp_path / "base", overlays=[tmp_path / "lora"]).weights
+    torch.testing.assert_close(value_of(weights[f"{module}.weight"]), tensors[f"{module}.weight"] + 2 * b @ a)
+    assert torch.equal(value_of(weights[norm]), trained)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -201,6 +242,21 @@ def test_settings_with_a_warning_are_kept(tmp_path: Path, settings: dict[str, An
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     single = {n: v[0] for n, v in settings.items() if isinstance(v, list) and n != "eos_token_id"}
     assert {**settings, **single}.items() <= saved.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}, "repetition_penalty=1.1, no_repeat_ngram_size=3"),
+        ({"suppress_tokens": [5], "min_new_tokens": 2}, r"suppress_tokens=\[5\], min_new_tokens=2"),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "suppress_tokens": [], "temperature": 0.6, "eos_token_id": 2}, ""),
+    ],
+)
+def test_settings_that_no_program_here_applies_are_said(
+    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_settings(read_generation(settings))
+    assert bool(re.search(f"sets {said}: the package keeps it", caplog.text)) == bool(said)
 
 
 def test_settings_that_are_wrong() -> None:
@@ -219,6 +275,47 @@ def test_negative_ids_stand_for_none(place: str, tmp_path: Path) -> None:
     for ends, known in ((-1, []), ([5, -1], [5])):
         edit_json(path, eos_token_id=ends, pad_token_id=-1, bos_token_id=-1)
         assert describe_model(load_model(tmp_path))["eos_token_ids"] == known
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "nemotron_h"])
+def test_a_model_whose_tokens_see_those_behind_is_refused(family: str, tmp_path: Path) -> None:
+    """transformers computes it with masks of both directions."""
+    model = linear_model(family) if family in LINEAR_FAMILIES else plain_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", is_causal=False)
+    with pytest.raises(UnsupportedModelError, match="is_causal=false"):
+        load_model(tmp_path, attach_untrained=family not in LINEAR_FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2"])
+def test_fields_of_outputs_and_of_other_classes_change_nothing(family: str, tmp_path: Path) -> None:
+    """transformers' classes of the first three ignore layer_types."""
+    model = plain_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    given = dict(layer_types=["full_attention"] * 3, return_dict=False, torchscript=True, output_hidden_states=True)
+    edit_json(tmp_path / "config.json", **given)
+    found = load_model(tmp_path, attach_untrained=True)(ids := random_ids(1, 12)).logits
+    torch.testing.assert_close(found, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("lfm2", "conv_L_cache", -1),
+        ("lfm2", "rope_parameters", {"rope_type": "default", "rope_theta": None}),
+        ("qwen3_5_text", "linear_num_value_heads", -1),
+        ("granitemoehybrid", "embedding_multiplier", None),
+        ("granitemoehybrid", "logits_scaling", "x"),
+        ("nemotron_h", "time_step_limit", []),
+    ],
+)
+def test_values_that_no_model_has_are_errors_of_the_configuration(
+    family: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    linear_model(family).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{field: value})
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(tmp_path)
 
 
 def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:

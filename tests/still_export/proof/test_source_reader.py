@@ -1,5 +1,6 @@
 """The model's files by another reader: families of every kind are read alike, and what a loader does wrong is seen."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from still_export.models.read.weights import value_of
 from still_export.proof import other_readers, reading
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
+from tests.still_export.files import edit_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.radlads_models import FORMS
@@ -50,6 +52,31 @@ def test_softmax_families_are_read_alike(family: str, tmp_path: Path) -> None:
     verdict = asked(tmp_path)
     assert verdict.passed and len(verdict.checks) == 2, verdict
     assert verdict.checks[1].value is not None and verdict.checks[1].value < 1e-5
+
+
+def test_a_folder_that_wants_outputs_without_names_is_read_alike(tmp_path: Path) -> None:
+    """transformers' own layers fail where config.json says return_dict false."""
+    linear_model("lfm2").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", return_dict=False, torchscript=True)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_adapters_of_models_with_images_are_read_alike(prefix: str, tmp_path: Path) -> None:
+    """PEFT leaves out what has other names, and only warns."""
+    model = linear_model("qwen3_5_text")
+    model.save_pretrained(tmp_path / "base")
+    name = next(name for name, _ in model.named_parameters() if name.endswith("mlp.up_proj.weight"))
+    rows, columns = dict(model.named_parameters())[name].shape
+    module = "base_model.model." + name.removesuffix(".weight").replace("model.", prefix, 1)
+    (tmp_path / "lora").mkdir()
+    pair = {f"{module}.lora_A.weight": torch.randn(4, columns), f"{module}.lora_B.weight": torch.randn(rows, 4)}
+    save_file(pair, tmp_path / "lora" / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(said))
+    verdict = asked(tmp_path / "base", tmp_path / "lora", attach=False)
+    assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "kimi_linear"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -137,6 +138,22 @@ def test_every_fault_of_files_is_seen(package: Package, tmp_path: Path) -> None:
                 edit(folder, where.partition(":")[0], change)
         wrong = [c for c in check_files(open_package(folder), model_of(package)).checks if not c.passed]
         assert any(where in check.where for check in wrong), (fault, wrong)
+
+
+@pytest.mark.parametrize(("ends", "right"), [([2], True), ([], False), ([5], False)])
+def test_a_model_that_names_no_end_has_its_classs(
+    package: Package, tmp_path: Path, ends: list[int], right: bool
+) -> None:
+    """As transformers generates with it: LlamaConfig ends at token 2."""
+    source = tmp_path / "model"
+    shutil.copytree(model_of(package), source)
+    (source / "generation_config.json").unlink()
+    edit(source, "config.json", lambda said: said.pop("eos_token_id"))
+    with planted(package, tmp_path / "package") as folder:
+        edit(folder, "manifest.json", lambda said: said.update(eos_token_ids=ends))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    checks = {check.name: check for check in check_files(open_package(folder), source).checks}
+    assert checks["end tokens are the model's"].passed is right
 
 
 def test_what_was_not_asked_is_said(export_tiny: Exporter) -> None:
