@@ -141,17 +141,13 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        (
-            "qwen3_next",
-            dict(num_experts_per_tok=8),
-            "config.json of .*: a token goes to 8 experts and has 7 of 7 to choose from",
-        ),
+        ("qwen3_next", dict(num_experts_per_tok=8), "config.json of .*: a token goes to 8 experts and has 7 of 7"),
         ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
         ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
         (
             "kimi_linear",
             dict(moe_router_activation_func="softmax"),
-            "moe_router_activation_func='softmax' .* kimi_linear: 'sigm",
+            "moe_router_activation_func='softmax' .* kimi_linear",
         ),
         ("bailing_hybrid", dict(score_function="softmax"), "score_function='softmax' .* bailing_hybrid: 'sigmoid'"),
         ("nemotron_h", dict(topk_method="greedy"), "topk_method='greedy' .* nemotron_h: 'noaux_tc'"),
