@@ -1,5 +1,5 @@
 """The arrows of the architecture: still_export -> still_kernels -> still_graphs, and what must load without what; circles of imports
-for type checkers. Other arrows inside still_export are in still_export/test_floors.py."""
+for type checkers. Other arrows inside still_export are in test_floors.py."""
 
 from __future__ import annotations
 
