@@ -284,43 +284,11 @@ def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
 
 
 HYBRIDS = (
-    *(
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "qwen4_exp",
-        "nemotron_h",
-        "nemotron_h_omni",
-    ),
-    *(
-        "granitemoehybrid",
-        "lfm2",
-        "lfm2_moe",
-        "lfm2_vl",
-        "lfm3",
-        "lfm3_vl",
-        "kimi_linear",
-        "bailing_hybrid",
-        "minimax",
-        "falcon_h1",
-    ),
-    *(
-        "olmo_hybrid",
-        "jamba",
-        "bamba",
-        "zamba",
-        "zamba2",
-        "zaya",
-        "mamba",
-        "mamba2",
-        "falcon_mamba",
-        "recurrent_gemma",
-        "rwkv",
-    ),
-    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2", "granite_swa", "granitemoe_swa"),
-)
+    "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next qwen4_exp nemotron_h nemotron_h_omni "
+    "granitemoehybrid lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl kimi_linear bailing_hybrid minimax falcon_h1 olmo_hybrid "
+    "jamba bamba zamba zamba2 zaya mamba mamba2 falcon_mamba recurrent_gemma rwkv xlstm glm5_next inkling_mm_model "
+    "inkling2 granite_swa granitemoe_swa"
+).split()
 """Models of transformers 5.23 whose layers, or some, have a state that does not grow."""
 
 
