@@ -228,16 +228,13 @@ def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtyp
         assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SIZES])
 @torch.no_grad()
-def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def demand_half(theirs: Any, dtype: torch.dtype, folder: Path) -> None:
     """Errors of all logits together, each run against float64 with the weights of that type. Where a model tells, choices are those of
     float64: rounding turns some in either run."""
-    theirs = linear_model(family)
     theirs.tensors = half = {name: x.to(dtype) for name, x in theirs.tensors.items()}
-    theirs.save_pretrained(tmp_path)
-    found = load_model(tmp_path, dtype=dtype)
+    theirs.save_pretrained(folder)
+    found = load_model(folder, dtype=dtype)
     expected, told = theirs.double()(ids()).logits, iter(())
     if isinstance(theirs, RoutedModel):
         theirs.told = theirs.choices
@@ -249,6 +246,12 @@ def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype,
     own = (theirs(ids()).logits.double() - expected).norm()
     assert (found(ids(), use_cache=False).logits.double() - expected).norm() <= 1.5 * own
     assert next(told, None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SIZES])
+def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    demand_half(linear_model(family), dtype, tmp_path)
 
 
 @torch.no_grad()
