@@ -1,5 +1,5 @@
 """The arrows of the architecture: still_export -> still_kernels -> still_graphs, and what must load without what; circles of imports
-for type checkers. Other arrows inside still_export are in still_export/test_floors.py."""
+for type checkers. Other arrows inside still_export are in test_floors.py."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
             for module in (
                 "still_export.targets.registry",
                 "still_export.engines.build",
+                "still_export.runtime.tensorrt",
                 "still_export.evaluation.prove",
                 "still_export.proof.selections",
                 "still_export.serving.server",
@@ -150,35 +151,19 @@ NAMESAKES = {
 """onnxruntime-genai's names of its tensors and options, and ops of com.microsoft, which are words of ops by chance."""
 
 
+OTHERS = (
+    "attention Attention key value local overflow scale activation bits block_size width cache route Route experts k score normalize "
+    "epsilon scaling groups step"
+)
+"""Words of ops that are words of other things, too."""
+
+
 def words_of_ops() -> set[str]:
     """Names of ops, states and attributes that are no words of other things."""
     words = {"salient", "slots"}
     for op in OPS.values():
         words |= {op.name, op.torch_name, *(a.name for a in op.attributes), *(s.name for s in op.states)}
-    return words - {
-        "attention",
-        "Attention",
-        "key",
-        "value",
-        "local",
-        "overflow",
-        "scale",
-        "activation",
-        "bits",
-        "block_size",
-        "width",
-        "cache",
-        "route",
-        "experts",
-        "k",
-        "score",
-        "normalize",
-        "epsilon",
-        "scaling",
-        "groups",
-        "Route",
-        "step",
-    }  # other things, too
+    return words - set(OTHERS.split())
 
 
 def test_generic_rooms_name_no_op_no_state_and_no_attribute() -> None:
@@ -206,6 +191,25 @@ def test_generic_sources_of_the_plugins_name_no_op() -> None:
         if named := set(re.findall(r"[A-Za-z_]+", path.read_text(encoding="utf-8"))) & words:
             found[str(path.relative_to(ROOT))] = named
     assert not found
+
+
+TOYS = {
+    "tests/toy/spec.py": r"tests[./]toy|Decay",
+    "tests/toy_target/target.py": r"(?i)toy.?(note|target|options)|[\"']toy[\"']",
+    "tests/toy_system/family.py": r"toy_system|toy_means|running_mean",
+}
+"""An op, a target and a system that somebody adds: a file of each, and what would name it."""
+
+
+@pytest.mark.parametrize("own", TOYS)
+def test_what_is_added_is_named_nowhere_else(own: str) -> None:
+    """Files edited: its folder, and a line in each list of a fixture."""
+    suffixes = {".py", ".json", ".cpp", ".h", ".txt"}
+    rooms = [ROOT / room for room in ("still_export", "graphs", "kernels", "plugins", "tools")]
+    files = [p for room in rooms for p in room.rglob("*") if p.suffix in suffixes and p.is_file()]
+    found = [p for p in files if re.search(TOYS[own], p.read_text(encoding="utf-8", errors="ignore"))]
+    assert len(files) > 300 and not found
+    assert re.search(TOYS[own], (ROOT / own).read_text(encoding="utf-8"))
 
 
 def test_the_words_are_those_of_the_specs() -> None:

@@ -10,7 +10,6 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OPS
-from tests.plugins.builds import ROOT
 from tests.plugins.launches import made
 from tests.still_graphs.node_model import session
 from tests.toy.call import launch_decay
@@ -45,14 +44,6 @@ def node_model() -> onnx.ModelProto:
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)], ir_version=10
     )
-
-
-def test_nothing_else_names_it() -> None:
-    for folder in ("plugins", "still_export", "kernels", "graphs"):
-        found = [
-            p for p in (ROOT / folder).rglob("*") if p.is_file() and b"Decay" in p.read_bytes() and p.suffix != ".pyc"
-        ]
-        assert not found
 
 
 def test_its_parts_go_together() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from tests.still_export.own_models import (
-    LLAMA,
+    SAID,
     Draw,
     OwnModel,
     Shapes,
@@ -96,7 +96,7 @@ class SalaModel(OwnModel):
     prompt = 0
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
+        **SAID,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=10,
@@ -124,12 +124,7 @@ class SalaModel(OwnModel):
         scale_emb=3,
         scale_depth=1.4,
         dim_model_base=12,
-        rope_theta=1000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-6,
-        hidden_act="silu",
         max_position_embeddings=512,
-        attention_bias=False,
     )
 
     def layer_shapes(self, i: int) -> Shapes:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.still_export.own_models import (
-    LLAMA,
+    SAID,
     OwnModel,
     Shapes,
     States,
@@ -45,16 +45,14 @@ class HypeModel(OwnModel):
     """HypeNet; six heads, so that the slopes are those of no power of two."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        **LLAMA,
+        **SAID,
         architectures=["HypeNetForCausalLM"],
-        attention_bias=False,
         attention_dropout=0.0,
         attn_logits_scaling=None,
         attn_use_rope=False,
         attn_use_output_gate=True,
         expand_kv_proj=True,
         head_dim=10,
-        hidden_act="silu",
         initializer_range=0.02,
         lightning_use_rope=True,
         lightning_rope_scaling=None,
@@ -70,9 +68,6 @@ class HypeModel(OwnModel):
         mixer_types=["lightning-attn", "attn", "lightning_attn"],
         num_attention_heads=6,
         num_key_value_heads=2,
-        rms_norm_eps=1e-6,
-        rope_scaling=None,
-        rope_theta=1000.0,
     )
 
     def heads(self, i: int) -> tuple[int, int]:

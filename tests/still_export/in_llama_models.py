@@ -9,24 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu, softplus
 
-from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
+from tests.still_export.own_models import SAID, Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 LLAMA: dict[str, Any] = dict(
+    SAID,
     model_type="llama",
     architectures=["LlamaForCausalLM"],
-    hidden_size=24,
-    intermediate_size=44,
-    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=6,
-    attention_bias=False,
     mlp_bias=False,
-    hidden_act="silu",
     max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    rope_theta=1000.0,
-    rope_scaling=None,
 )
 """Of the base's config.json; sizes are small."""
 COMPANION_FILES: dict[str, Any] = dict(
@@ -197,12 +190,9 @@ class InLlamaModel(OwnModel):
 
 
 ZEBRA: dict[str, Any] = dict(
-    hidden_size=24,
-    intermediate_size=44,
-    hidden_act="silu",
+    {name: value for name, value in SAID.items() if name != "num_hidden_layers"},
     n_layer=3,
     mla_layers=[1],
-    rms_norm_eps=1e-6,
     num_attention_heads=4,
     num_key_value_heads=2,
     kv_lora_rank=8,
@@ -214,9 +204,7 @@ ZEBRA: dict[str, Any] = dict(
     qk_nope_head_dim=5,
     qkv_rank_divisor=8,
     max_position_embeddings=4096,
-    rope_theta=1000.0,
     rope_scaling={"factor": 32.0, "original_max_position_embeddings": 64, "rope_type": "yarn"},
-    attention_bias=False,
     attention_dropout=0.0,
     rope_type="yarn",
     d_model=24,

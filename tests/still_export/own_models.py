@@ -15,6 +15,10 @@ Draw = Callable[[str, tuple[int, ...]], Tensor]
 Shapes = dict[str, tuple[int, ...]]
 COMMON: dict[str, Any] = dict(vocab_size=61, tie_word_embeddings=False, eos_token_id=None, pad_token_id=None)
 LLAMA: dict[str, Any] = dict(hidden_size=24, intermediate_size=44, num_hidden_layers=3)
+SAID: dict[str, Any] = dict(
+    LLAMA, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, rope_theta=1000.0, rope_scaling=None
+)
+"""What published configurations of Llama's kin say beside their heads."""
 
 
 class States:

@@ -7,23 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import group_norm, normalize, pad, scaled_dot_product_attention
 
-from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
+from tests.still_export.own_models import SAID, Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 QWEN: dict[str, Any] = dict(
-    hidden_size=24,
-    intermediate_size=44,
-    num_hidden_layers=3,
+    SAID,
     num_attention_heads=3,
     num_key_value_heads=1,
     attention_bias=True,
     attention_dropout=0.0,
-    hidden_act="silu",
     initializer_range=0.02,
     max_position_embeddings=32768,
     max_window_layers=28,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    rope_theta=1000.0,
     sliding_window=None,
     use_cache=True,
     use_sliding_window=False,

@@ -301,24 +301,6 @@ def test_interrupt_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reason", [(28, "No space left on device"), ("problem writing element 5120 to file",)])
-def test_full_disk(
-    reason: tuple, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the operating system says it, and as NumPy does: without a number."""
-    import onnx_ir
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(*reason)
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
-    monkeypatch.setattr(onnx_ir, "save", full)
-    assert call(model, "--to", "onnx", "-o", tmp_path / "p") == 2
-    assert "full" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("verb", ["verify", "bench", "evaluate"])
 def test_results_that_cannot_be_written_are_refused_before_the_work(
     verb: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture

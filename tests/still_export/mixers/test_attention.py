@@ -15,7 +15,6 @@ from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_export.tiny import CHUNK, plain_model, still_model
-from tests.still_kernels.hybrid_attention.definition import hybrid_definition
 from tests.tolerances import REFERENCE
 
 
@@ -32,21 +31,6 @@ def test_fresh_parameters_are_identity_directions_and_open_gates() -> None:
     shared = attach_untrained(plain_model("llama"), StillConfig(shared_feature_map=True, gate="none"))
     assert shared.model.layers[0].self_attn.feature_q_weight.shape == (1, 10, 10)
     assert shared.model.layers[0].self_attn.g_proj is None
-
-
-def test_module_equals_the_quadratic_definition() -> None:
-    model = still_model("qwen3", gate_bias=False)
-    attention: StillAttention = model.model.layers[2].self_attn
-    hidden = torch.randn(2, 50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        positions = model.model.rotary_emb(hidden, torch.arange(50)[None])
-        query, key, value, gate = attention.project(hidden, positions)
-        weights = attention.feature_q_weight, attention.feature_k_weight
-        expected = attention.o_proj(
-            hybrid_definition(Inputs(query, key, value, gate, *weights), attention.still).flatten(2)
-        )
-        got, _ = attention(hidden, positions)
-    torch.testing.assert_close(got, expected, rtol=0, atol=REFERENCE[torch.float64])
 
 
 @pytest.mark.parametrize("local", ["chunked", "sliding"])

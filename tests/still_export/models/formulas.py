@@ -66,18 +66,6 @@ def demand_formulas(folder: Path, expected: Tensor, seen: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
-@torch.no_grad()
-def demand_half(theirs: Any, dtype: torch.dtype, folder: Path) -> None:
-    """In half precision it errs as its formulas do."""
-    theirs.tensors = half = {name: x.to(dtype) for name, x in theirs.tensors.items()}
-    theirs.save_pretrained(folder)
-    expected = theirs.double()(ids()).logits
-    theirs.tensors = half
-    own = (theirs(ids()).logits.double() - expected).norm()
-    found = load_model(folder, dtype=dtype)(ids(), use_cache=False).logits
-    assert (found.double() - expected).norm() <= 1.5 * own
-
-
 def demand_package(
     model: Any,
     folder: Path,

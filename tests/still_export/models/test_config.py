@@ -1,22 +1,11 @@
 """StillConfig: validation, JSON, layers."""
 
-import json
-
 import pytest
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import DEPLOYMENT, StillConfig
 from still_export.mixers.layers import Deployment
 from tests.still_export.tiny import family_config
-
-
-def test_json_round_trip() -> None:
-    config = StillConfig(
-        layer_types=["full_attention", "hybrid_attention"],
-        window_factors=[[0.1, 0.2], [0.30000001, 1]],
-        deployment=Deployment(overflow="fold_oldest"),
-    )
-    assert StillConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(

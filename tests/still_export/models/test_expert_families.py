@@ -1,9 +1,6 @@
 """Families with experts against transformers' own classes in float64: whole, in pieces, padded; published names; what is refused."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,145 +10,26 @@ import torch
 from safetensors.torch import save_file
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
-from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
+from still_export.mixers.experts.module import Router, Stacked
 from still_export.models.families.experts import single_experts, stacked_experts
 from still_export.models.load import load_model, open_source
 from still_export.models.read import checkpoint
 from still_export.models.read.checkpoint import open_tensors
-from still_export.models.read.roles import weight_roles
 from still_export.models.read.weights import Deferred, value_of
-from tests.still_export.expert_models import SPARSE, expert_model
+from tests.still_export.expert_models import expert_model
 from tests.still_export.files import edit_json, edit_tensors, read_json
-from tests.still_export.models.test_linear_families import LOGITS, PIECES, far, ids, pieces
-from tests.still_export.tiny import behind_padding
-
-
-@cache
-@torch.no_grad()
-def calm_seed(name: str) -> int:
-    """Of the first random model that transformers' own float32 follows well: in others a choice nearly ties."""
-    for seed in range(16):
-        model = expert_model(name, seed=seed)
-        found = model(ids(), use_cache=False).logits
-        if far(found, model.double()(ids(), use_cache=False).logits) <= LOGITS / 2:
-            return seed
-    raise AssertionError(f"{name}: transformers' own float32 loses too much of 16 random models")
-
-
-@pytest.fixture(params=SPARSE)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
-    """A model as transformers has it, in float64, and ours of the folder that it wrote, in float32."""
-    model = expert_model(request.param, seed=calm_seed(request.param))
-    model.save_pretrained(tmp_path)
-    return model.double(), load_model(tmp_path)
-
-
-@torch.no_grad()
-def test_logits_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
-    theirs, ours = pair
-    expected = theirs(ids(), use_cache=False).logits
-    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    assert far(pieces(ours, ids(), PIECES)[0], expected) <= LOGITS
-    assert far(pieces(ours, ids()[:, :9], [1] * 9)[0], expected[:, :9]) <= 2 * LOGITS
-    for found, right in behind_padding(ours, ids(), expected, (17, 9)):
-        assert far(found, right) <= LOGITS
-
-
-def test_every_weight_has_a_role_and_a_gradient(pair: tuple[Any, Any]) -> None:
-    _, ours = pair
-    assert set(weight_roles(ours)) == {name for name, _ in ours.named_parameters()}
-    ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
-    for name, parameter in ours.named_parameters():
-        assert name.endswith("_bias") or (parameter.grad is not None and bool(parameter.grad.isfinite().all())), name
-
-
-def blocks(model: Any) -> list[RoutedExperts]:
-    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
-
-
-def change_routing(**values: Any) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        for block in blocks(model):
-            block.gate.routing = replace(block.gate.routing, **values)
-
-    return change
-
-
-def change_experts(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
-    def changed(model: Any) -> None:
-        for block in blocks(model):
-            matrices = getattr(block.experts, part)
-            matrices.copy_(change(matrices))
-
-    return changed
-
-
-def weigh_with_bias(model: Any) -> None:
-    """The correction stays in the weights."""
-    for block in blocks(model):
-
-        def routed(hidden: torch.Tensor, own: Any = block.gate.forward, gate: Any = block.gate) -> Any:
-            expert, _ = own(hidden)
-            scores = (hidden @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
-            weight = scores.gather(-1, expert.long())
-            return expert, weight / weight.sum(-1, keepdim=True) * gate.routing.scaling
-
-        block.gate.forward = routed  # type: ignore[method-assign]
-
-
-def drop_shared_gate(model: Any) -> None:
-    for block in blocks(model):
-        del block.shared_expert_gate
-
-
-def shift_one(matrices: torch.Tensor) -> torch.Tensor:
-    return torch.cat([matrices[:1].roll(1, 1), matrices[1:]])
-
-
-FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "gate and up exchanged": (
-        "granitemoehybrid",
-        change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)),
-    ),
-    "concatenated read as interleaved": (
-        "qwen3_next",
-        change_experts("gate_up", lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)),
-    ),
-    "no renormalisation": ("qwen3_5_moe", change_routing(normalize=0)),
-    "correction bias inside the weight": ("kimi_linear", weigh_with_bias),
-    "factor missing": ("kimi_linear", change_routing(scaling=1.0)),
-    "groups missing": ("kimi_linear", change_routing(groups=1, top_groups=1)),
-    "one expert's rows shifted": ("qwen3_5_moe", change_experts("down", shift_one)),
-    "shared expert's gate missing": ("qwen3_5_moe", drop_shared_gate),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@torch.no_grad()
-def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
-    name, change = FAULTS[fault]
-    theirs = expert_model(name, seed=calm_seed(name))
-    theirs.save_pretrained(tmp_path)
-    ours, expected = load_model(tmp_path), theirs.double()(ids(), use_cache=False).logits
-    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    change(ours)
-    assert far(ours(ids(), use_cache=False).logits, expected) > 100 * LOGITS
 
 
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        (
-            "qwen3_next",
-            dict(num_experts_per_tok=8),
-            "config.json of .*: a token goes to 8 experts and has 7 of 7 to choose from",
-        ),
+        ("qwen3_next", dict(num_experts_per_tok=8), "config.json of .*: a token goes to 8 experts and has 7 of 7"),
         ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
         ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
         (
             "kimi_linear",
             dict(moe_router_activation_func="softmax"),
-            "moe_router_activation_func='softmax' .* kimi_linear: 'sigm",
+            "moe_router_activation_func='softmax' .* kimi_linear",
         ),
         ("bailing_hybrid", dict(score_function="softmax"), "score_function='softmax' .* bailing_hybrid: 'sigmoid'"),
         ("nemotron_h", dict(topk_method="greedy"), "topk_method='greedy' .* nemotron_h: 'noaux_tc'"),

@@ -16,8 +16,8 @@ from still_export.models.load import load_model, open_source
 from still_export.sources import demand_model
 from tests.still_export import hype_models, in_llama_models, radlads_models
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.formulas import add_half, calm, demand_formulas, demand_half, demand_package
-from tests.still_export.models.test_linear_families import LOGITS, far, ids
+from tests.still_export.models.formulas import add_half, calm, demand_formulas, demand_package
+from tests.still_export.models.test_linear_families import LOGITS, demand_half, far, ids
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"hypenet, {form}": ("hypenet", changes) for form, changes in hype_models.FORMS.items()},

@@ -92,54 +92,6 @@ def test_state_function_equals_the_model(layer_types: tuple[str, ...] | None) ->
                     torch.testing.assert_close(last[i, 0], expected[-1], rtol=0, atol=DOUBLE)
 
 
-LOLCATS = dict(
-    salient_per_chunk=0, feature_map="softmax_pm", gate="none", window_factors=[[0.5, 0.1, 0.2, 1.0, 0.9, 0.3]] * 3
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("still", [{}, {"overflow": "fold_oldest"}, LOLCATS], ids=["default", "fold", "lolcats"])
-def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) -> None:
-    model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120, **still)
-
-    class Step(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids, new, past, states):  # type: ignore[no-untyped-def]
-            return forward_with_state(self.model, ids, new, past, states)
-
-    batch, tokens, slots, capacity = (torch.export.Dim(n) for n in ("B", "T", "N", "capacity"))
-    states = empty_states(model.config, 3, torch.float32)
-    grown = {"key": capacity, "value": capacity}
-    if model.config.still.salient_per_chunk:
-        grown |= dict.fromkeys(("salient_key", "salient_value"), slots)
-    shapes = [{n: {0: batch, 2: grown[n]} if n in grown else {0: batch} for n in layer} for layer in states]
-    ids, new, past = random_ids(3, 11), torch.tensor([11, 4, 9]), torch.zeros(3, dtype=torch.int64)
-    with torch.no_grad():
-        program = torch.export.export(
-            Step(),
-            (ids, new, past, states),
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
-            strict=False,
-        )
-        still = [n for n in program.graph.nodes if "still" in str(n.target)]
-        assert len(still) == len(MIXED)
-        run = program.module()
-        states = empty_states(model.config, 2, torch.float32, capacity=100)
-        past = torch.zeros(2, dtype=torch.int64)
-        for n in (37, 1, 20, 1):  # crosses chunks at other offsets than traced
-            ids, new = random_ids(2, n, seed=n), torch.tensor([n, max(n - 3, 1)])
-            traced, after = run(ids, new, past, states)
-            eager, states = forward_with_state(model, ids, new, past, states)
-            torch.testing.assert_close(traced, eager, rtol=0, atol=REFERENCE[torch.float32])
-            for x, y in zip(after, states, strict=True):
-                for name, tensor in x.items():
-                    torch.testing.assert_close(tensor, y[name], rtol=0, atol=REFERENCE[torch.float32])
-            past = past + new
-
-
 @families
 def test_save_and_load(family: str, tmp_path: Path) -> None:
     model = still_model(family, torch.float32, layer_types=MIXED, overflow="fold_oldest", capacity_tokens=40)

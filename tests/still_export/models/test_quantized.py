@@ -328,15 +328,20 @@ def test_what_no_tensor_shows_is_read_of_the_configuration(config: dict[str, Any
         dequantizing({"a.weight.compressed": torch.zeros(8, 4), "a.weight.bitmask": torch.zeros(8, 1)}, config, "here")
 
 
-@pytest.mark.parametrize(("high", "wide"), [(1, 24), (24, 1), (16, 24), (96, 96)])
-def test_blocks_are_of_the_size_that_the_configuration_says(high: int, wide: int) -> None:
-    narrow = torch.randn(40, 64).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-40 // high), -(-64 // wide)) + 0.1
+@pytest.mark.parametrize(
+    ("shape", "high", "wide"),
+    [((40, 64), 1, 24), ((40, 64), 24, 1), ((40, 64), 16, 24), ((40, 64), 96, 96), ((8, 64), 4, 16)],
+)
+def test_blocks_are_of_the_size_that_the_configuration_says(shape: tuple[int, int], high: int, wide: int) -> None:
+    """The last one has as many blocks as outputs, as layers of 16,384 inputs have them in blocks of 128."""
+    outputs, inputs = shape
+    narrow = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-outputs // high), -(-inputs // wide)) + 0.1
     config = {"quant_method": "fp8", "weight_block_size": [high, wide]}
     weight = dequantizing({"a.weight": narrow, "a.weight_scale_inv": scales}, config, "here")["a.weight"]
     assert isinstance(weight, Deferred)
-    spread = scales.repeat_interleave(high, 0)[:40].repeat_interleave(wide, 1)[:, :64]
-    torch.testing.assert_close(weight.read(), narrow.float() * spread)
+    spread = scales.repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
+    assert torch.equal(weight.read(), narrow.float() * spread)
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(4, 7), (4, 8), (8, 127), (8, 128), (2, 1), (2, 2)])
@@ -372,14 +377,6 @@ def test_biases_of_a_class_without_any_are_left_out_where_they_are_zero(
         return
     weights = open_source(tmp_path / "model", attach_untrained=True, dtype="float32").weights
     assert torch.equal(value_of(weights[f"{module}.weight"]), expected[f"{module}.weight"])
-
-
-def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:
-    """[2, 4] scales of blocks beside 8 outputs, as layers of 16,384 inputs have them in blocks of 128."""
-    narrow, scales = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.rand(2, 4) + 0.1
-    theirs = {"a.weight": narrow, "a.weight_scale_inv": scales}
-    found = dequantizing(theirs, {"quant_method": "fp8", "weight_block_size": [4, 16]}, "here")["a.weight"]
-    assert torch.equal(value_of(found), narrow.float() * scales.repeat_interleave(4, 0).repeat_interleave(16, 1))
 
 
 def test_folders_of_model_optimizer_say_it_in_a_file_of_its_own(base: Path, tmp_path: Path) -> None:

@@ -23,71 +23,58 @@ from tests.still_export.tiny import plain_model
 SALA = OWN["minicpm_sala"].sizes["sparse_config"]
 
 
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("gla", {"feature_map": "relu"}),
+    ("delta_net", {"use_short_conv": False}),
+    ("transnormer", {"linear_act_fun": "relu"}),
+    ("minicpm_sala", {"lightning_scale": "1"}),
+    (NATS, {"nats_block_size": 128}),
+    (NATS, {"nats_block_size": 32}),
+    (NATS, {"ops_for_incomplete_chunks": "attn"}),
+    (NATS, {"attn_apply_pos_encoding": True}),
+    ("llama_with_landmark", {"cache_top_k": 0}),
+    ("rwkv5", {"attention_hidden_size": 48}),
+    ("rwkv7", {"attn": SOFTMAX}),
+    ("rwkv7", {"value_dim": 48}),
+    ("rwkv7", {"value_dim": [24, 48, 24]}),
+    ("flux_qwen3", {"toggle_type": "xattn"}),
+    ("flux_qwen3", {"retrieval_mode": "xattn"}),
+    ("flux_qwen3", {"pooling_mode": "q"}),
+    ("flux_qwen3", {"use_softmax": False}),
+    ("mamba3", {"is_mimo": True}),
+    ("parallax", {"window_size": 37}),
+    ("parallax", {"attnres_block_size": 4}),
+    ("retnet", {"attn": SOFTMAX}),
+    ("retnet", {"num_kv_heads": 1}),
+]
+"""Families, and the one change that is refused with its value."""
+
+
+def refused(changes: dict[str, Any]) -> str:
+    """What a message says of the one change."""
+    ((field, value),) = changes.items()
+    return f"{field}={value!r} in config.json of a"
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     "family, changes, message",
     [
+        *((family, changes, refused(changes)) for family, changes in VARIANTS),
         ("kimi_linear", {"mla_use_nope": False}, "without positions alone"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "only silu is covered"),
         ("falcon_h1", {"hidden_act": "gelu"}, "only silu is covered"),
-        ("gla", {"feature_map": "relu"}, "feature_map='relu' in config.json of a gla model; covered: None"),
-        (
-            "delta_net",
-            {"use_short_conv": False},
-            "use_short_conv=False in config.json of a delta_net model; covered: True",
-        ),
-        (
-            "transnormer",
-            {"linear_act_fun": "relu"},
-            "linear_act_fun='relu' in config.json of a transnormer model; covered",
-        ),
-        (
-            "minicpm_sala",
-            {"lightning_scale": "1"},
-            "lightning_scale='1' in config.json of a minicpm_sala model; covered: '1/sqr",
-        ),
         ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
-        (NATS, {"nats_block_size": 128}, "nats_block_size=128 in config.json of a neural.* model; covered: 64"),
-        (NATS, {"nats_block_size": 32}, "nats_block_size=32 in config.json of a neural.* model; covered: 64"),
-        (NATS, {"ops_for_incomplete_chunks": "attn"}, "ops_for_incomplete_chunks='attn' in .* covered: 'all'"),
-        (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
-        ("llama_with_landmark", {"cache_top_k": 0}, "cache_top_k=0 in config.json of a llama_with_landmark model"),
         ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
         ("rwkv6", {"expand_k": 0.5}, "expand_k in config.json of an rwkv6 model: flash-linear-attention's form"),
-        ("rwkv5", {"attention_hidden_size": 48}, "attention_hidden_size=48 in .* covered: None or 24"),
-        ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
-        ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
-        ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
-        (
-            "flux_qwen3",
-            {"toggle_type": "xattn"},
-            "toggle_type='xattn' in config.json of a flux_qwen3 model; covered: 'str",
-        ),
-        ("flux_qwen3", {"retrieval_mode": "xattn"}, "retrieval_mode='xattn' in config.json of a flux_qwen3 model; cov"),
-        (
-            "flux_qwen3",
-            {"pooling_mode": "q"},
-            "pooling_mode='q' in config.json of a flux_qwen3 model; covered: 'ctx_q'",
-        ),
-        ("flux_qwen3", {"use_softmax": False}, "use_softmax=False in config.json of a flux_qwen3 model; covered: True"),
-        ("mamba3", {"is_mimo": True}, "is_mimo=True in config.json of a mamba3 model; covered: False"),
-        ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
-        (
-            "parallax",
-            {"attnres_block_size": 4},
-            "attnres_block_size=4 in config.json of a parallax model; covered: None",
-        ),
-        ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
-        ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
-        (
-            "lfm2",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type='dynamic'",
-        ),
+        ("lfm2", {"rope_parameters": ROPE}, "rope_type='dynamic'"),
     ],
 )
 def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     linear_model(family, **changes).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         load_model(tmp_path)
 
 
@@ -104,12 +91,9 @@ def test_families_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def test_softmax_families_have_no_layers_of_linear_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"layer_types of still_config name mamba2, .* llama model are hybrid_attention, full"
-    ):
-        attach_untrained(
-            plain_model("llama"), StillConfig(layer_types=("mamba2", "hybrid_attention", "full_attention"))
-        )
+    layers = StillConfig(layer_types=("mamba2", "hybrid_attention", "full_attention"))
+    with pytest.raises(ConfigError, match=r"layer_types of still_config name mamba2, .* llama model"):
+        attach_untrained(plain_model("llama"), layers)
 
 
 @pytest.mark.parametrize(
@@ -123,60 +107,28 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("routing_transformer", {"num_clusters": 1}, "num_clusters=1 and window_size=9 in config.json"),
         ("routing_transformer", {"window_size": 0}, "num_clusters=5 and window_size=0 in config.json"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
-        (
-            "minicpm_sala",
-            {"sparse_config": {**SALA, "block_size": 7}},
-            "window_size=16 in config.json must be a multiple of block_size=7",
-        ),
-        (
-            "minicpm_sala",
-            {"sparse_config": {**SALA, "kernel_stride": 3}},
-            "sparse_config in config.json: block_size=8 must be a multiple of ",
-        ),
-        (
-            "minicpm_sala",
-            {"sparse_config": {**SALA, "topk": 1}},
-            r"top_blocks=3 must be at least init_blocks=1 \+ local_blocks=2 \+ 1, the blocks that",
-        ),
+        ("minicpm_sala", {"sparse_config": {**SALA, "block_size": 7}}, "must be a multiple of block_size=7"),
+        ("minicpm_sala", {"sparse_config": {**SALA, "kernel_stride": 3}}, "block_size=8 must be a multiple of "),
+        ("minicpm_sala", {"sparse_config": {**SALA, "topk": 1}}, "top_blocks=3 must be at least init_blocks=1 "),
         ("minicpm_sala", {"sparse_config": {**SALA, "dense_len": 9}}, "dense_length=9 must be at least lse_length=16"),
         ("minicpm_sala", {"sparse_config": None}, "config.json is no valid minicpm_sala configuration: AttributeError"),
         ("transnormer", {"decoder_layers": 1}, "decoder_layers=1 in config.json: the decay of a layer is divided"),
-        (
-            "transnormer",
-            {"linear_use_lrpe_list": [1]},
-            "linear_use_lrpe_list in config.json has 1 entries for decoder_layers=3",
-        ),
+        ("transnormer", {"linear_use_lrpe_list": [1]}, "linear_use_lrpe_list in config.json has 1 entries"),
         ("moh_llama", {"shared_heads": 6, "routed_heads": 2}, "shared_heads=6 and routed_heads=2 of 8 heads"),
         ("mirrorla", {"mirrors": 0}, r"mirrors=0 in config\.json; it must be 1 and more for mirrorla"),
         ("inline", {"head_mirrors": 2}, r"head_mirrors=2 in config\.json; it must be 0, or more for mirrorla"),
         ("inline", {"mirrors": 2}, r"mirrors=2 in config\.json; it must be 0 for inline"),
-        (
-            "mirrorla",
-            {"feature_map": "relu"},
-            r"feature_map='relu' in config\.json; covered: identity, and relu of InLine",
-        ),
-        (
-            "inline",
-            {"kernel_size": 1},
-            r"kernel_size=1 in config\.json; it must be 0, or 2 to 64, tokens of the residual",
-        ),
+        ("mirrorla", {"feature_map": "relu"}, r"feature_map='relu' in config\.json; covered: identity"),
+        ("inline", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 0, or 2 to 64"),
         ("mirrorla", {"kernel_size": 3}, r"kernel_size=3 in config\.json; it must be 0 for mirrorla"),
         ("polaformer", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 2 to 64, taps for polaformer"),
         ("polaformer", {"num_attention_heads": 8, "num_key_value_heads": 8}, r"hidden_size=24 .* no multiple of 16"),
         ("inline", {"feature_map": "exp"}, r"feature_map='exp' in config\.json; covered: identity, and relu of InLine"),
-        (
-            "flux_qwen3",
-            {"pool_size": 0},
-            r"sink_size=0, local_window_size=100 and pool_size=0 in config\.json; they must",
-        ),
+        ("flux_qwen3", {"pool_size": 0}, r"pool_size=0 in config\.json; they must"),
         ("mamba3", {"head_dim": 7}, r"config\.json gives 48 channels of heads of head_dim=7 in n_groups=2"),
         ("rat", {"window_size": 0}, r"interleave_step=1 and window_size=0 in config\.json; they must be at least 1"),
         ("rat", {"chunk_size": 0}, r"config\.json: chunk_size: Input should be greater than or equal to 1, not 0"),
-        (
-            "rat",
-            {"ngroups": 3},
-            r"d_model=24 in config\.json must be a multiple of d_head=6, and their quotient of ngroups=3",
-        ),
+        ("rat", {"ngroups": 3}, r"d_model=24 in config\.json must be a multiple of .* ngroups=3"),
         ("parallax", {"num_heads": 5}, r"hidden_size=24 in config\.json is no multiple of num_heads=5"),
         ("local_linear", {"ridge": 0.0}, r"ridge=0 in config\.json; a ridge must be above 0"),
         ("local_linear", {"ridge": -1.0}, r"ridge=-1 in config\.json; a ridge must be above 0"),

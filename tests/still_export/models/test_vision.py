@@ -98,16 +98,6 @@ def test_features_and_logits_are_those_of_transformers(prompt: Prompt) -> None:
     assert prompt.error(found, positions, (9, 10, 22, 24, 29, 30)) <= LOGITS
 
 
-def test_what_is_easily_wrong_is_seen(prompt: Prompt) -> None:
-    found, positions = prompt.features.astype(np.float32), prompt.positions
-    assert prompt.error(found, positions[[0, 2, 1]]) > FAULT  # height and width exchanged
-    assert prompt.error(found, np.tile(np.arange(len(prompt.seen)), (3, 1))) > FAULT  # counted as text is
-    order = np.arange(15).reshape(3, 5).T.ravel()
-    assert prompt.error(found[[*order, *range(15, 19)]], positions) > FAULT  # the merged patches column by column
-    assert prompt.error(np.roll(found, 1, axis=0), positions) > FAULT  # one place late
-    assert np.abs(prompt.encoded(swap=True) - prompt.features).max() > 0.1
-
-
 def test_verify_covers_both_graphs(prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", prompt.package, "--lengths", "1", "--decode-steps", "1", "--quiet") == 0
     said = capsys.readouterr().out

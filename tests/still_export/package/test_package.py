@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from still_export.errors import PackageError
 from still_export.package.checked import read_manifest
-from still_export.package.folder import FORMAT_VERSION, open_package, staged_folder, write_manifest
+from still_export.package.folder import open_package, staged_folder, write_manifest
 from still_export.package.refusals import CheckError
 
 CONTENT: dict[str, Any] = {
@@ -88,9 +89,14 @@ def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruptio
     assert [x.name for x in tmp_path.iterdir()] == (["p"] if force else [])
 
 
-def test_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reason", [(errno.ENOSPC, "No space left on device"), ("problem writing element 5120 to file",)]
+)
+def test_full_disk(reason: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the operating system says it, and as NumPy does: without a number."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(PackageError, match="full"), staged_folder(tmp_path / "p"):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(*reason)
     assert not list(tmp_path.iterdir())
 
 
@@ -116,19 +122,10 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         open_package(folder)
 
 
-def test_no_package_newer_manifest_and_broken_manifest(tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="no exported package"):
-        open_package(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": FORMAT_VERSION + 1}))
-    with pytest.raises(PackageError, match="Update still-export"):
-        open_package(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(PackageError, match="not readable"):
-        open_package(tmp_path)
-
-
 def test_a_wrong_field_is_named_with_its_file(tmp_path: Path) -> None:
     """test_manifest.py has the fields; here, that verbs and runners say so."""
+    with pytest.raises(PackageError, match="no exported package"):
+        open_package(tmp_path)
     folder = make_package(tmp_path / "p")
     manifest = json.loads((folder / "manifest.json").read_text())
     read_manifest(folder)

@@ -49,6 +49,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     file = opened(tmp_path / "calls.npz")
     assert file.head["key"] == key
     np.testing.assert_array_equal(file.array(key), np.arange(6).reshape(2, 3))
+    with pytest.raises(PackageError, match="holds recorded calls of format 1, this version reads format 2"):
+        ArrayFile(tmp_path / "calls.npz", "head", 2, PACKAGE, "recorded calls", "--record")
 
 
 @pytest.mark.parametrize("shape", [(10**13,), (10**7, 10**6), (10**30,), (7,), (5,)])

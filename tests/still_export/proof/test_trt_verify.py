@@ -175,23 +175,6 @@ def test_answers_travel_to_a_machine_without_pytorch(
         assert words in capsys.readouterr().err.replace("\n", " ")
 
     refused("--calls", calls, "--record", calls, words="give one of them")
-    refused("--calls", built / "manifest.json", words="holds no recorded calls")
-    with np.load(calls) as held:
-        arrays = dict(held)
-    head = json.loads(arrays["head"].tobytes())
-    for change, words in (
-        ({"format": 2}, "holds recorded calls of format 2"),
-        ({"weights": "0"}, "was recorded for other weights"),
-        ({"cases": head["cases"][:1]}, "was changed after it was recorded"),
-    ):
-        arrays["head"] = np.frombuffer(json.dumps({**head, **change}).encode(), np.uint8)
-        np.savez(tmp_path / "other.npz", **arrays)
-        refused("--calls", tmp_path / "other.npz", words=words)
-    arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    key = next(iter(head["cases"][0]["expected"][0].values()))
-    for changed in ({**arrays, key: arrays[key] * 1.01}, {name: x for name, x in arrays.items() if name != key}):
-        np.savez(tmp_path / "other.npz", **changed)
-        refused("--calls", tmp_path / "other.npz", words="was changed after it was recorded")
     manifest = json.loads((built / "manifest.json").read_text())
     manifest["files"]["model.onnx.data"]["sha256"] = "0" * 64
     (built / "manifest.json").write_text(json.dumps(manifest))

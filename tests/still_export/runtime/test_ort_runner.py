@@ -85,16 +85,6 @@ def test_pieces_and_starts_do_not_matter(export_tiny: Exporter) -> None:
             )
 
 
-def test_batch_rows_are_independent(export_tiny: Exporter) -> None:
-    model = started(export_tiny)
-    alone = model.prefill(PROMPT[:20])
-    model.start(batch=3)
-    ids = np.zeros((3, 20), np.int64)
-    ids[1], ids[2, :5] = PROMPT[:20], PROMPT[:5]
-    logits = model.feed(ids, np.array([0, 20, 5]))
-    np.testing.assert_allclose(logits[1, -1], alone, atol=MODEL["float32"], rtol=MODEL["float32"])
-
-
 def test_capacity_is_refused_before_anything_runs(export_tiny: Exporter) -> None:
     model = OrtModel(export_tiny(capacity_tokens=40).path, threads=1)
     model.start()
@@ -187,22 +177,6 @@ def test_saved_state_continues(export_tiny: Exporter) -> None:
 
 class TestSampling:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
-
-    def shares(self, **options: float) -> np.ndarray:
-        sampling = Sampling(seed=1, **options)  # type: ignore[arg-type]
-        return np.bincount([sampling.choose(self.logits) for _ in range(4000)], minlength=4) / 4000
-
-    def test_greedy(self) -> None:
-        assert Sampling().choose(self.logits) == 0
-
-    def test_temperature_one_draws_the_distribution(self) -> None:
-        np.testing.assert_allclose(self.shares(temperature=1.0), np.exp(self.logits), atol=0.03)
-
-    def test_top_k(self) -> None:
-        np.testing.assert_allclose(self.shares(temperature=1.0, top_k=2), [5 / 8, 3 / 8, 0, 0], atol=0.03)
-
-    def test_top_p_keeps_the_token_that_crosses(self) -> None:
-        np.testing.assert_allclose(self.shares(temperature=1.0, top_p=0.6), [5 / 8, 3 / 8, 0, 0], atol=0.03)
 
     @pytest.mark.parametrize("top_k, top_p", [(0, 0.3), (0, 0.9), (0, 0.999999), (7, 1.0), (40, 0.8), (1000, 0.5)])
     def test_draws_as_a_sorted_vocabulary(self, top_k: int, top_p: float) -> None:

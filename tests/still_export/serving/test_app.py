@@ -147,22 +147,6 @@ def test_chats_are_those_of_run(served: Served, model: still_export.LanguageMode
     assert got.usage.total_tokens == CONTEXT or got.choices[0].finish_reason == "stop"
 
 
-def test_many_at_once(served: Served, model: still_export.LanguageModel) -> None:
-    prompts = ["x" * n for n in (1, 7, 8, 30, 64, 65, 90, 120)]
-    wanted = [model.generate(p, max_tokens=25).text for p in prompts]
-
-    def ask(prompt: str) -> str:
-        return str(
-            served.client()
-            .completions.create(model="tiny", prompt=prompt, max_tokens=25, temperature=0)
-            .choices[0]
-            .text
-        )
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, prompts)) == wanted
-
-
 BASE = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 

@@ -186,22 +186,6 @@ def test_a_turn_reads_what_is_new_alone(shared: OrtModel, text: Text) -> None:
     assert asked(IDS[60:90], tokens=1, warm=True).cached == 24
 
 
-def test_rows_are_shared_and_cleared(shared: OrtModel, text: Text, alone: Any) -> None:
-    """The fast part of the above: more requests than rows, one leaves, lengths cross chunks and the room that is there."""
-    scheduler = Scheduler(shared, text, rows=2, waiting=8, piece=7)
-    drawn = [Case(0, 50, 40), Case(3, 9, 12, seed=1, stays=6), Case(20, 70, 3, arrives=2), Case(5, 1, 30, arrives=9)]
-    clients = [Client(case) for case in drawn]
-    most = 0
-    for _ in rounds(scheduler, clients):
-        most = max(most, scheduler.running)
-    assert most == 2
-    for client in clients:
-        if client.case.stays is None:
-            assert client.told == alone(client.case)
-    assert clients[1].told[2] is None and len(clients[1].told[0]) < 12
-    assert all(r.done >= r.first >= r.arrived > 0 for r in (c.request for c in clients) if r.tokens)
-
-
 def test_rows_in_8_bits_are_shared_and_cleared(codes_package: Path) -> None:
     """Codes and scales of a row that a request left are no other's."""
     model = OrtModel(codes_package, threads=1)

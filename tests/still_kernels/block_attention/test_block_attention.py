@@ -12,7 +12,6 @@ from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.meaning import Inputs, block_attention
 from still_kernels.select_blocks.meaning import Inputs as SelectInputs
 from still_kernels.select_blocks.meaning import naive_select_blocks
-from tests.still_kernels.attention.inputs import quadratic
 from tests.still_kernels.block_attention.inputs import SPLITS, Layer, calls, chosen
 
 LAYERS = [
@@ -51,46 +50,6 @@ def test_blocks_and_outputs_are_those_of_the_formulas(layer: Layer) -> None:
         if real.any():
             assert (output[real] - call.output[real]).abs().max() <= 5e-6 * call.output[real].abs().max()
         assert not output[~real].any()
-
-
-def test_every_block_is_softmax() -> None:
-    """As many blocks as there are give still::Attention."""
-    layer = Layer(choice={**Layer().choice, "top_blocks": 30, "local_blocks": 3})
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, 300, n, layer.dim, generator=generator) for n in (6, 2, 2))
-    sums = torch.zeros(2, 2, 100, layer.dim)
-    new, past = torch.tensor([300, 300]), torch.tensor([0, 0])
-    blocks, _ = naive_select_blocks(SelectInputs(query, key, new, past, **layer.attributes), sums)
-    state = AttentionState.empty(2, 2, layer.dim, 300)
-    found, _ = block_attention(Inputs(query, key, value, new, blocks, layer.choice["block_size"]), state)
-    expected = quadratic(query, key, value)
-    assert (found - expected).abs().max() <= 2e-6
-
-
-@pytest.mark.parametrize(
-    "fault", [{"early": 1}, {"pool": 4}, {"tier": 1}, {"one_head": 1}, {"other": 1}], ids=lambda f: next(iter(f))
-)
-def test_faults_are_seen(fault: dict[str, int]) -> None:
-    """A mean one key early, a pool of 4 for 5, the wrong tier in the normalizer, no sum over heads, the wrong key/value head: the choices
-    of the right op differ from those clearly."""
-    # Only where the blocks before a token's own are not chosen anyway can a mean that is not complete count.
-    layer = (
-        Layer(choice={**LAYERS[2].choice, "block_size": 3, "init_blocks": 0, "top_blocks": 4})
-        if "early" in fault
-        else Layer()
-    )
-    generator = torch.Generator().manual_seed(2)
-    query, key = (torch.randn(200, n, layer.dim, generator=generator) for n in (layer.heads, layer.kv_heads))
-    query = (8 if "early" in fault else 2) * query
-    right, gaps = chosen(layer, query, key)
-    wrong, _ = chosen(layer, query, key, **fault)
-    sums = torch.zeros(1, layer.kv_heads, 100, layer.dim)
-    inputs = SelectInputs(query[None], key[None], torch.tensor([200]), torch.tensor([0]), **layer.attributes)
-    found = naive_select_blocks(inputs, sums)[0][0]
-    clear = [(t, h) for t in range(200) for h in range(layer.kv_heads) if gaps[t, h] > CLEAR]
-    own = {(t, h): [n for n in found[t, h].tolist() if n >= 0] for t, h in clear}
-    assert all(own[t, h] == right[t][h] for t, h in clear)
-    assert sum(own[t, h] != wrong[t][h] for t, h in clear) >= 5
 
 
 def test_a_call_decides_for_all_of_its_tokens() -> None:

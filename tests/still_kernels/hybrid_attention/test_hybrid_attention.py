@@ -17,7 +17,7 @@ from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
-from tests.still_kernels.hybrid_attention.definition import hybrid_definition, routing_of
+from tests.still_kernels.hybrid_attention.definition import hybrid_definition
 from tests.tolerances import GOLDEN, REFERENCE
 
 DOUBLE = torch.float64
@@ -148,29 +148,6 @@ def test_segments_of_long_calls_join() -> None:
     assert_same_state(state, split_state)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, dict(gate="none", local="sliding"), dict(overflow="fold_oldest", capacity_tokens=41)], ids=str
-)
-def test_linear_mass_counts_linear_tokens(changes: dict) -> None:
-    config = make_config(**changes)
-    tokens = 75
-    inputs = make_inputs(config, 2, tokens)
-    _, state = run_in_pieces(config, inputs, [tokens])
-    promoted = (-(-tokens // config.chunk_size) - 2) * config.chunk_size
-    salient = min(promoted // config.chunk_size * config.salient_per_chunk, config.capacity_slots)
-    counts = state.z_state.sum(-1) / 2
-    torch.testing.assert_close(counts, torch.full_like(counts, promoted - salient), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_every_past_token_is_routed_once(changes: dict) -> None:
-    config = make_config(**changes)
-    query, key = make_inputs(config, 1, 75)[:2]
-    routing = routing_of(query.transpose(1, 2), key.transpose(1, 2).repeat_interleave(2, dim=1), config)
-    total = routing.local.int() + routing.salient.int() + routing.linear.int()
-    assert (total == torch.ones(75, 75, dtype=torch.int32).tril()).all()
-
-
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_rows_are_independent_and_may_be_empty(changes: dict) -> None:
     """Ragged calls, rows at different phases, NaN in the padding: each row as if alone."""
@@ -218,24 +195,6 @@ def test_low_precision_without_selection(dtype: torch.dtype) -> None:
     output, state = run_in_pieces(config, inputs, [20])
     assert output.dtype == dtype and state.kv_state.dtype == torch.float32
     assert (output.to(DOUBLE) - exact).abs().max() < REFERENCE[dtype]
-
-
-def test_selection_margin_explains_flips() -> None:
-    """float32 selects as float64 wherever the score of the last selected leads that of the first rejected by more than rounding."""
-    config = make_config()
-    inputs = make_inputs(config, 1, 400, seed=5)
-    masks, scores = [], None
-    for dtype in (DOUBLE, torch.float32):
-        query, key = (x.transpose(1, 2).to(dtype) for x in inputs[:2])
-        config_long = dataclasses.replace(config, capacity_tokens=400)
-        routing = routing_of(query, key.repeat_interleave(2, dim=1), config_long)
-        masks.append(routing.salient[:, :, -1])
-        scores = routing.scores if scores is None else scores
-    whole = scores[..., : 48 * 8].unflatten(-1, (48, 8)).sort(-1, descending=True).values
-    margin = (whole[..., 2] - whole[..., 3]).repeat_interleave(8, dim=-1)
-    clear = margin > 1e-4
-    assert clear.float().mean() > 0.9
-    assert torch.equal(masks[0][..., : 48 * 8][clear], masks[1][..., : 48 * 8][clear])
 
 
 @pytest.mark.long

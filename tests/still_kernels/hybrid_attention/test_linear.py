@@ -65,59 +65,101 @@ CASES = {
 }
 
 
+class Given:
+    """What both kernels are given in a case: tokens and the ring NaN where nothing is promised."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        self.generator = torch.Generator(device).manual_seed(1)
+        self.dtype = getattr(torch, case.dtype)
+        self.B, self.T = len(case.counts), max(case.counts)
+        self.n = case.chunks or (self.T + C - 2) // C + 1
+        self.groups = (self.n + 1) // 2
+        self.starts = [sum(case.counts[:b]) if case.packed else b * self.T for b in range(self.B)]
+        self.tokens = sum(case.counts) if case.packed else self.B * self.T
+        self.state_rows = [2 * b + 1 for b in reversed(range(self.B))] if case.packed else list(range(self.B))
+        self.value = self.filled(self.tokens, case.kv_heads, case.dim, dtype=self.dtype)
+        self.ring = self.filled(2 * self.B + 1, case.kv_heads, 2 * C, case.dim, dtype=self.dtype)
+        self.phi_k = self.filled(self.B, self.n, case.heads, C, 2 * case.rows, dtype=torch.bfloat16)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator)
+
+    def filled(self, *shape: int, value: float = float("nan"), dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full(shape, value, device=self.device, dtype=dtype)
+
+    def known_values(self, b: int) -> Tensor:
+        """Draw the values of row b; all that are known, [tokens, kv_heads, dim] in float64."""
+        case, ring = self.case, self.ring[self.state_rows[b]]
+        length, count, start = case.lengths[b], case.counts[b], self.starts[b]
+        self.value[start : start + count] = self.normal(count, case.kv_heads, case.dim).to(self.dtype)
+        old = torch.arange(max(0, length - 2 * C), length, device=self.device)
+        ring[:, old % (2 * C)] = self.normal(case.kv_heads, len(old), case.dim).to(self.dtype)
+        known = self.filled(length + count, case.kv_heads, case.dim, dtype=torch.float64)
+        known[old] = ring[:, old % (2 * C)].transpose(0, 1).double()
+        known[length:] = self.value[start : start + count].double()
+        return known
+
+    def chunks(self, b: int) -> list[tuple[int, int]]:
+        """Chunks of row b that the segment has, by their places in it."""
+        length, count = self.case.lengths[b], self.case.counts[b]
+        places = [(i, length // C + self.case.first + i) for i in range(self.n)]
+        return [(i, chunk) for i, chunk in places if count and chunk * C < length + count]
+
+    def promoted(self, known: Tensor, chunk: int) -> Tensor:
+        """Values of the tokens that this chunk promotes, by query heads."""
+        values = known[(chunk - 2) * C : (chunk - 1) * C].transpose(0, 1)
+        return values.repeat_interleave(self.case.heads // self.case.kv_heads, 0)
+
+    def arguments(self, kernel: Any, tensors: dict[str, Any], numbers: dict[str, int], blocks: Any) -> dict[str, Any]:
+        """Of `kernel` by name; `tensors` and `numbers` beside those that both kernels have."""
+        case, device = self.case, self.device
+        kind = torch.int32 if case.packed else torch.int64
+        lengths = torch.zeros(2 * self.B + 1, dtype=kind, device=device)
+        lengths[self.state_rows] = torch.tensor(case.lengths, dtype=kind, device=device)
+        query_start = torch.tensor([*self.starts, self.tokens], dtype=kind, device=device)
+        tensors |= {
+            "value": self.value.view(self.tokens, -1),
+            "phi_k": self.phi_k.view(-1, 2 * case.rows),
+            "ring_value": self.ring[self.state_rows].contiguous() if case.unpacked else self.ring,
+            "past_length": lengths,
+            "new_tokens": None if case.packed else torch.tensor(case.counts, device=device),
+            "query_start": query_start if case.packed else None,
+            "state_row": torch.tensor(self.state_rows, dtype=kind, device=device) if case.packed else None,
+        }
+        numbers |= {"T": self.T, "H": case.heads, "HK": case.kv_heads, "first_tile": case.first, "n_tiles": self.n}
+        numbers |= {"C": C, "D": case.dim, "RAGGED": int(case.packed), "CODES": int(case.unpacked)}
+        return laid_out(kernel, tensors, numbers, blocks, device)
+
+
 def call(case: Case, device: str) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
     """The kernel's arguments by name; linear and its sum as they should be, NaN where nothing is promised; what nobody may write."""
-    generator = torch.Generator(device).manual_seed(1)
-    dtype = getattr(torch, case.dtype)
-    heads, dim, rows = case.heads, case.dim, case.rows
-    B, T = len(case.counts), max(case.counts)
-    n = case.chunks or (T + C - 2) // C + 1
-    starts = [sum(case.counts[:b]) if case.packed else b * T for b in range(B)]
-    tokens = sum(case.counts) if case.packed else B * T
-    state_rows = [2 * b + 1 for b in reversed(range(B))] if case.packed else list(range(B))
-    groups = (n + 1) // 2
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    query, value = (
-        torch.full((tokens, h, dim), float("nan"), device=device, dtype=dtype) for h in (heads, case.kv_heads)
+    given = Given(case, device)
+    heads, dim, rows, B, n = case.heads, case.dim, case.rows, given.B, given.n
+    query = given.filled(given.tokens, heads, dim, dtype=given.dtype)
+    weight = (given.normal(1 if case.shared else heads, rows, dim) * dim**-0.5).to(given.dtype)
+    kv, z = (
+        given.normal(B, given.groups, heads, 2 * rows, dim).bfloat16(),
+        given.normal(B, given.groups, heads, 2 * rows).abs(),
     )
-    ring = torch.full((2 * B + 1, case.kv_heads, 2 * C, dim), float("nan"), device=device, dtype=dtype)
-    weight = (normal(1 if case.shared else heads, rows, dim) * dim**-0.5).to(dtype)
-    phi_k = torch.full((B, n, heads, C, 2 * rows), float("nan"), device=device, dtype=torch.bfloat16)
-    kv, z = normal(B, groups, heads, 2 * rows, dim).bfloat16(), normal(B, groups, heads, 2 * rows).abs()
-    linear = torch.full((B * n * heads * C, dim), UNWRITTEN, device=device, dtype=torch.bfloat16)
-    linear_sum = torch.full((B * n * heads * C + 256,), UNWRITTEN, device=device)
-    wanted = torch.full((B, n, heads, C, dim), float("nan"), device=device, dtype=torch.float64)
+    wanted = given.filled(B, n, heads, C, dim, dtype=torch.float64)
     wanted_sum = wanted[..., 0].clone()
     free = torch.ones(B, n, dtype=torch.bool, device=device)
     for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
-        row, start, end = state_rows[b], starts[b], length + count
-        query[start : start + count] = (normal(count, heads, dim) * case.scale).to(dtype)
-        value[start : start + count] = normal(count, case.kv_heads, dim).to(dtype)
-        old = torch.arange(max(0, length - 2 * C), length, device=device)
-        ring[row][:, old % (2 * C)] = normal(case.kv_heads, len(old), dim).to(dtype)
-        known = torch.full((end, case.kv_heads, dim), float("nan"), device=device, dtype=torch.float64)
-        known[old] = ring[row][:, old % (2 * C)].transpose(0, 1).double()
-        known[length:] = value[start : start + count].double()
-        for i in range(n):
-            chunk = length // C + case.first + i
-            if count == 0 or chunk * C >= end:
-                continue
+        start, end = given.starts[b], length + count
+        query[start : start + count] = (given.normal(count, heads, dim) * case.scale).to(given.dtype)
+        known = given.known_values(b)
+        for i, chunk in given.chunks(b):
             free[b, i] = False
             if chunk < 2:
                 continue
             if chunk * C >= length:
-                keys = normal(heads, C, 2 * rows).softmax(-1)
+                keys = given.normal(heads, C, 2 * rows).softmax(-1)
                 keys[:, ::5] = 0
-                phi_k[b, i] = keys.bfloat16()
+                given.phi_k[b, i] = keys.bfloat16()
             some = slice(max(length - chunk * C, 0), min(end - chunk * C, C))
-            q = (
-                query[start + chunk * C + some.start - length : start + chunk * C + some.stop - length]
-                .double()
-                .transpose(0, 1)
-            )
+            first = start + chunk * C - length
+            q = query[first + some.start : first + some.stop].double().transpose(0, 1)
             x = q @ weight.double().transpose(1, 2)
             if case.feature_map == "np_softmax_pm":
                 x = x * q.norm(dim=-1, keepdim=True) / x.norm(dim=-1, keepdim=True)
@@ -125,48 +167,21 @@ def call(case: Case, device: str) -> tuple[dict[str, Any], Tensor, Tensor, Tenso
             out = phi @ kv[b, i // 2].double()
             total = (phi @ z[b, i // 2].double()[..., None])[..., 0]
             if i % 2 == 1 and chunk * C >= length:
-                pair = phi @ phi_k[b, i].double().transpose(1, 2)
+                pair = phi @ given.phi_k[b, i].double().transpose(1, 2)
                 total = total + pair.sum(-1)
-                v = (
-                    known[(chunk - 2) * C : (chunk - 1) * C]
-                    .transpose(0, 1)
-                    .repeat_interleave(heads // case.kv_heads, 0)
-                )
-                out = out + pair @ v
+                out = out + pair @ given.promoted(known, chunk)
             wanted[b, i, :, some], wanted_sum[b, i, :, some] = out, total
-    counts = torch.int32 if case.packed else torch.int64
-    lengths = torch.zeros(2 * B + 1, dtype=counts, device=device)
-    lengths[state_rows] = torch.tensor(case.lengths, dtype=counts, device=device)
     tensors = {
-        "query": query.view(tokens, -1),
-        "value": value.view(tokens, -1),
+        "query": query.view(given.tokens, -1),
         "feature_q_weight": weight.view(-1, dim),
-        "phi_k": phi_k.view(-1, 2 * rows),
         "prefix_kv": kv.view(-1, dim),
-        "linear": linear,
-        "ring_value": ring[state_rows].contiguous() if case.unpacked else ring,
-        "past_length": lengths,
+        "linear": given.filled(B * n * heads * C, dim, value=UNWRITTEN, dtype=torch.bfloat16),
         "prefix_z": z,
-        "linear_sum": linear_sum,
-        "new_tokens": None if case.packed else torch.tensor(case.counts, device=device),
-        "query_start": torch.tensor([*starts, tokens], dtype=counts, device=device) if case.packed else None,
-        "state_row": torch.tensor(state_rows, dtype=counts, device=device) if case.packed else None,
+        "linear_sum": given.filled(B * n * heads * C + 256, value=UNWRITTEN),
     }
-    numbers = {
-        **{
-            "B": B,
-            "T": T,
-            "H": heads,
-            "HK": case.kv_heads,
-            "W_HEADS": weight.shape[0],
-            "first_tile": case.first,
-            "n_tiles": n,
-        },
-        **{"C": C, "D": dim, "P": rows, "FEATURE": int(case.feature_map == "softmax_pm"), "RAGGED": int(case.packed)},
-        "CODES": int(case.unpacked),
-    }
+    numbers = {"B": B, "W_HEADS": weight.shape[0], "P": rows, "FEATURE": int(case.feature_map == "softmax_pm")}
     blocks = tile_table(90, dim, C, rows, False).tiles["linear_tma"].blocks
-    return laid_out(gluon_linear.linear_tma_kernel, tensors, numbers, blocks, device), wanted, wanted_sum, free
+    return given.arguments(gluon_linear.linear_tma_kernel, tensors, numbers, blocks), wanted, wanted_sum, free
 
 
 def laid_out(kernel: Any, tensors: dict[str, Any], numbers: dict[str, int], blocks: Any, device: str) -> dict[str, Any]:
@@ -219,75 +234,31 @@ def check(case: Case, device: str, repeats: int = 1) -> None:
 
 def scan_call(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The same of scan: arguments by name, and what is left, NaN where nothing is promised."""
-    generator = torch.Generator(device).manual_seed(1)
-    dtype = getattr(torch, case.dtype)
-    heads, dim, F = case.heads, case.dim, 2 * case.rows
-    B, T = len(case.counts), max(case.counts)
-    n = case.chunks or (T + C - 2) // C + 1
-    starts = [sum(case.counts[:b]) if case.packed else b * T for b in range(B)]
-    tokens = sum(case.counts) if case.packed else B * T
-    state_rows = [2 * b + 1 for b in reversed(range(B))] if case.packed else list(range(B))
-    groups = (n + 1) // 2
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    value = torch.full((tokens, case.kv_heads, dim), float("nan"), device=device, dtype=dtype)
-    ring = torch.full((2 * B + 1, case.kv_heads, 2 * C, dim), float("nan"), device=device, dtype=dtype)
-    phi_k = torch.full((B, n, heads, C, F), float("nan"), device=device, dtype=torch.bfloat16)
-    kv, z = normal(2 * B + 1, heads, F, dim), normal(2 * B + 1, heads, F).abs()
+    given = Given(case, device)
+    heads, dim, F, B = case.heads, case.dim, 2 * case.rows, given.B
+    kv, z = given.normal(2 * B + 1, heads, F, dim), given.normal(2 * B + 1, heads, F).abs()
     wanted = {"kv_state": kv.double(), "z_state": z.double()}
-    wanted["prefix_kv"] = torch.full((B, groups, heads, F, dim), float("nan"), device=device, dtype=torch.float64)
+    wanted["prefix_kv"] = given.filled(B, given.groups, heads, F, dim, dtype=torch.float64)
     wanted["prefix_z"] = wanted["prefix_kv"][..., 0].clone()
-    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
-        row, start, end = state_rows[b], starts[b], length + count
-        value[start : start + count] = normal(count, case.kv_heads, dim).to(dtype)
-        old = torch.arange(max(0, length - 2 * C), length, device=device)
-        ring[row][:, old % (2 * C)] = normal(case.kv_heads, len(old), dim).to(dtype)
-        known = torch.full((end, case.kv_heads, dim), float("nan"), device=device, dtype=torch.float64)
-        known[old] = ring[row][:, old % (2 * C)].transpose(0, 1).double()
-        known[length:] = value[start : start + count].double()
-        for i in range(n):
-            chunk = length // C + case.first + i
-            if count == 0 or chunk * C >= end:
-                continue
+    for b, length in enumerate(case.lengths):
+        row, known = given.state_rows[b], given.known_values(b)
+        for i, chunk in given.chunks(b):
             if chunk >= 2 and chunk * C >= length:
-                phi_k[b, i] = normal(heads, C, F).softmax(-1).bfloat16()
-                v = (
-                    known[(chunk - 2) * C : (chunk - 1) * C]
-                    .transpose(0, 1)
-                    .repeat_interleave(heads // case.kv_heads, 0)
-                )
-                wanted["kv_state"][row] += phi_k[b, i].double().transpose(1, 2) @ v
-                wanted["z_state"][row] += phi_k[b, i].double().sum(1)
+                keys = given.phi_k[b, i] = given.normal(heads, C, F).softmax(-1).bfloat16()
+                wanted["kv_state"][row] += keys.double().transpose(1, 2) @ given.promoted(known, chunk)
+                wanted["z_state"][row] += keys.double().sum(1)
             if i % 2 == 0:
-                wanted["prefix_kv"][b, i // 2], wanted["prefix_z"][b, i // 2] = (
-                    wanted["kv_state"][row],
-                    wanted["z_state"][row],
-                )
-    counts = torch.int32 if case.packed else torch.int64
-    lengths = torch.zeros(2 * B + 1, dtype=counts, device=device)
-    lengths[state_rows] = torch.tensor(case.lengths, dtype=counts, device=device)
+                wanted["prefix_kv"][b, i // 2] = wanted["kv_state"][row]
+                wanted["prefix_z"][b, i // 2] = wanted["z_state"][row]
     tensors = {
-        "value": value.view(tokens, -1),
-        "phi_k": phi_k.view(-1, F),
-        "prefix_kv": torch.full((B * groups * heads * F, dim), UNWRITTEN, device=device, dtype=torch.bfloat16),
-        "prefix_z": torch.full((B, groups, heads, F), UNWRITTEN, device=device),
-        "ring_value": ring[state_rows].contiguous() if case.unpacked else ring,
+        "prefix_kv": given.filled(B * given.groups * heads * F, dim, value=UNWRITTEN, dtype=torch.bfloat16),
+        "prefix_z": given.filled(B, given.groups, heads, F, value=UNWRITTEN),
         "kv_state": kv,
         "z_state": z,
-        "past_length": lengths,
-        "new_tokens": None if case.packed else torch.tensor(case.counts, device=device),
-        "query_start": torch.tensor([*starts, tokens], dtype=counts, device=device) if case.packed else None,
-        "state_row": torch.tensor(state_rows, dtype=counts, device=device) if case.packed else None,
     }
     tile = tile_table(90, dim, C, case.rows, False).tiles["scan_tma"]
-    numbers = {
-        **{"T": T, "H": heads, "HK": case.kv_heads, "first_tile": case.first, "n_tiles": n},
-        **{"C": C, "D": dim, "F": F, "RAGGED": int(case.packed), **tile.constants},
-        "CODES": int(case.unpacked),
-    }
-    return laid_out(gluon_scan.scan_tma_kernel, tensors, numbers, tile.blocks, device), wanted
+    numbers = {"F": F, **tile.constants}
+    return given.arguments(gluon_scan.scan_tma_kernel, tensors, numbers, tile.blocks), wanted
 
 
 def check_scan(case: Case, device: str, repeats: int = 1) -> None:

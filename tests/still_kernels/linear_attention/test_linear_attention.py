@@ -24,7 +24,6 @@ from tests.still_kernels.linear_attention.inputs import (
     error,
     loop,
     whole,
-    wrong_forms,
 )
 
 
@@ -92,16 +91,6 @@ def test_gradients_flow() -> None:
         gradients.append(torch.autograd.grad(output.square().sum(), list(leaves.values())))
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_each_fault_is_seen() -> None:
-    """Every negative control of the design exceeds the bound by far, at the op itself."""
-    layer = Layer(dim=8, size=8, most_beta=1.0)
-    first, second = calls(layer, [70, 33])
-    state = first.state.float()
-    assert error(chunked_linear_attention(second.inputs, state)[0], second.output) <= BOUND
-    for name, output in wrong_forms(second.inputs, state, chunked_linear_attention).items():
-        assert error(output, second.output) > 50 * BOUND, name
 
 
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])

@@ -1,8 +1,7 @@
-"""The Triton kernels of still::LinearAttention against the loop over tokens in float64: in the interpreter here, compiled on a GPU."""
+"""The Triton kernels of still::LinearAttention against the loop over tokens in float64: what its cases do not have."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -12,65 +11,10 @@ from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.still_kernels.interpreted import run_cases
 from tests.still_kernels.linear_attention.inputs import BOUND
+from tests.still_kernels.test_triton import NARROW
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")
-SCRIPT = Path(__file__).with_name("triton_cases.py")
-interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
-FAST = ("head", "key", "decode", "pages")
-"""Cases of every run: all kernels, both kinds of decay."""
-NARROW = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
-"""Of outputs and states with 16-bit activations: the roundings of outputs and of what products take."""
-HARD = 3.0
-"""Times as much where the inverse has large entries of either sign: keys that are nearly parallel (1.0e-2 seen in bfloat16), keys of
-one dimension, and 10 dimensions, in which no keys are far apart, with beta up to 2 and nothing that decays."""
-
-
-def check(name: str, errors: dict[str, float], dtype: torch.dtype) -> None:
-    layer = triton_cases.CASES[name].layer
-    hard = layer.cosine > 0 or layer.rule == "delta" or layer.dim == 1
-    bound = layer.bound if dtype == torch.float32 else NARROW[dtype] * (HARD if hard else 1)
-    assert errors["output"] <= bound and errors["state"] <= bound, errors
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_interpreter(name: str) -> None:
-    check(name, interpreted(FAST)[name], torch.float32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in triton_cases.CASES if n not in FAST])
-def test_interpreter_rest(name: str) -> None:
-    check(name, interpreted(tuple(n for n in triton_cases.CASES if n not in FAST))[name], torch.float32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAST)
-def test_programs_may_run_in_any_order(name: str) -> None:
-    check(name, interpreted(FAST, kind="shuffled")[name], torch.float32)
-
-
-@pytest.mark.parametrize("name", ("head",))
-def test_interpreter_in_bfloat16(name: str) -> None:
-    check(name, interpreted(("head",), kind="bfloat16")[name], torch.bfloat16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", list(NARROW), ids=str)
-@pytest.mark.parametrize("name", list(triton_cases.CASES))
-def test_interpreter_in_16_bits(name: str, dtype: torch.dtype) -> None:
-    kind = str(dtype).removeprefix("torch.")
-    check(name, interpreted(tuple(triton_cases.CASES), kind=kind)[name], dtype)
-
-
-@pytest.mark.slow
-def test_a_decay_that_forgets_all_is_no_nan() -> None:
-    assert max(interpreted((), kind="resets")["resets"].values()) <= BOUND
-
-
-@pytest.mark.long
-def test_a_state_and_products_beyond_float16() -> None:
-    assert max(interpreted((), kind="large")["large"].values()) <= NARROW[torch.float16]
 
 
 @pytest.mark.gpu
@@ -85,21 +29,9 @@ def test_gpu_forgets_all_and_sees_each_fault() -> None:
 @pytest.mark.long
 def test_each_fault_is_seen() -> None:
     """The negative controls of the design, through the kernels."""
-    errors = interpreted((), kind="controls")["controls"]
+    errors = run_cases(Path(__file__).with_name("triton_cases.py"), (), "controls")["controls"]
     assert errors.pop("right") <= BOUND and len(errors) == 11
     assert all(wrong > 50 * BOUND for wrong in errors.values()), errors
-
-
-@pytest.mark.long
-def test_counts_of_garbage_write_nowhere() -> None:
-    interpreted((), kind="garbage")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", list(triton_cases.CASES))
-def test_gpu(name: str, dtype: torch.dtype) -> None:
-    check(name, triton_cases.run_case(name, "cuda", dtype), dtype)
 
 
 SIZES = {"B": 1, "T": 1, "HQ": 2, "G": 1, "D": 64, "HK": 2, "H": 4, "V": 32}
