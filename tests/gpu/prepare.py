@@ -64,6 +64,11 @@ BODIES = (
     "neural_attention_search_linear_attn_gdn",
 )
 """Families without kernels: standard ops on the GPU."""
+STATES: dict[str, dict[str, Any]] = {
+    "no_salient": {"salient_per_chunk": 0, "capacity_tokens": 1024},
+    "fold_oldest": {"overflow": "fold_oldest", "capacity_tokens": 256},
+}
+"""Small random models whose salient cache has no rows, or always the same."""
 ENGINE = ("--capacity-tokens", "4096", "--prefill-tokens", "512", "--batch")
 RANDOM = ("--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512")
 ENGINES: dict[str, tuple[str, ...]] = {
@@ -73,6 +78,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "trt-small_model": (*ENGINE, "4"),
     "trt-small_int4": (*ENGINE, "4", "--quantize", "int4"),
     **{f"trt-{name}": (*ENGINE, "4", "--dtype", name.split("-")[1], "--speculate", "16") for name in GUESSES},
+    **{f"trt-{name}": ("--prefill-tokens", "512", "--batch", "4") for name in STATES},
     **{f"trt-{name}": RANDOM for name in (*LINEAR_FAMILIES, *EXPERTS)},
     **{f"trt-quantized-{name}": (*RANDOM, "--attach-untrained") for name in QUANTIZED},
     **{f"trt-{name}_int4": (*RANDOM, "--quantize", "int4") for name in EXPERTS[:2]},
@@ -167,6 +173,8 @@ def trt(options: argparse.Namespace) -> None:
         more: tuple[str, ...] = ()
         if name in LINEAR_FAMILIES:
             model: Any = linear_folder(options.place / f"blank-{name}", name, published=True)
+        elif name in STATES:
+            model = state_folder(options.place / f"blank-{name}", **STATES[name])
         elif name.startswith("experts-"):
             model = expert_folder(options.place / f"blank-{name}", name.removeprefix("experts-").removesuffix("_int4"))
         elif name.startswith("quantized-"):
@@ -293,6 +301,19 @@ def linear_folder(folder: Path, family: str, published: bool = False) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
     linear_model(family, **(published_pair(family) if published else {})).save_pretrained(folder)
+    return folder
+
+
+def state_folder(folder: Path, **still: Any) -> Path:
+    """A small random STILL model with some softmax layers, of widths that engines' kernels have."""
+    import torch
+
+    from tests.still_export.tiny import MIXED, still_model
+
+    shutil.rmtree(folder, ignore_errors=True)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 1024
+    still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, chunk_size=32, **still).save_pretrained(folder)
     return folder
 
 
