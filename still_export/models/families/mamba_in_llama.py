@@ -1,4 +1,4 @@
-"""Mamba-in-Llama: a Llama or Mistral with Mamba or Mamba-2 in some layers. Weights, families.
+"""Mamba-in-Llama: a Llama or Mistral with Mamba or Mamba-2 in some layers, softmax in the others. Weights, families.
 
 Source: The Mamba in the Llama, arXiv:2408.15237. Folders have the base's config.json and mamba_config.json, or one file with the fields of
 both, as Qwerky writes them.

@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3 converted by RADLADS to RWKV-6 or RWKV-7, in all layers or some (QRWKV, Qwerky).
+"""Qwen2.5 and Qwen3 converted by RADLADS: RWKV-6 or RWKV-7 instead of softmax, in all layers or some (QRWKV, Qwerky).
 
 Source: RADLADS, arXiv:2505.03005. Forms share a model_type; fields of config.json distinguish them.
 """

@@ -1,4 +1,4 @@
-"""Zebra-Llama: a Llama with Mamba-2 in some layers, and latent attention in the others.
+"""Zebra-Llama: a Llama with Mamba-2 in some layers, and attention to latents in the others.
 
 Source: Zebra-Llama, arXiv:2505.17272. Its sizes are in hybrid_config.json, next to the base's config.json. Mamba-2 is as in Mamba-in-Llama.
 """
