@@ -199,6 +199,11 @@ def main(arguments: list[str] | None = None) -> None:
         said = " ".join(str(error).split())
         if "can't allocate memory" in said or "bad allocation" in said:
             complain("OutOfMemory", f"this machine has too little memory for the model: {said[-120:]}")
+        elif "No space left on device" in said:  # of any file, or of what reads the output
+            complain(
+                "DiskFull",
+                "a file or the output could not be written: no space is left there. Free space, and start again.",
+            )
         else:
             complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
     sys.exit(2)
