@@ -71,7 +71,7 @@ class BenchOptions(RunnerOptions):
                     f"--lengths {length}: this package has room for {room} tokens with {self.steps} steps."
                 )
         fitting = tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
-        if not self.lengths and not fitting:
+        if most is not None and not self.lengths and not fitting:
             if (longest := most - self.room(0)) < 1:
                 raise ConfigError(
                     f"--steps {self.steps}: this package has room for {most} tokens. Measure fewer steps."
