@@ -45,11 +45,12 @@ def load(
 
     Raises:
         ConfigError: The package does not fit the runtime, provider or adapter, or the cache's size is no size.
-        RunError: The package does not run here, has no head, accepts no guesses, or the draft has another tokenizer.
+        RunError: The package does not run here, it has no head or accepts no guesses, or the draft has another tokenizer.
     """
     from still_export.loading.runtimes import open_runner, runtime_of
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
+    from still_export.runtime.draft import demand_guesses, open_draft
     from still_export.runtime.head import demand_head
     from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.speculation import Speculation
@@ -65,12 +66,11 @@ def load(
     if guess == "none":
         runner.speculation = None
     elif guess == "lookup":
-        runner.speculation = Speculation(runner.guesses) if runner.guesses else None
+        demand_guesses(runner)
+        runner.speculation = Speculation(runner.guesses)
     elif guess == "mtp":
         demand_head(runner)
     elif guess is not None:
-        from still_export.runtime.draft import open_draft
-
         runner.speculation = open_draft(runner, load(guess, threads=threads, check=check, guess="none").runner)
     model = LanguageModel(runner, text=text)
     if adapter is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from still_export.cli.output import Output
 from still_export.package.trust import home
 from still_export.runtime.conversation import Conversation, FullError
+from still_export.runtime.sampling import RunError
 from still_export.runtime.text import Answer
 
 KEYS = "/help: commands. Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
@@ -31,11 +32,14 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
     """Talk until /exit or the input ends.
 
     Args:
-        when_full: What happens at the end of the capacity: "ask" to drop the oldest turns, "drop" them, or "stop".
+        when_full: What happens at the end of the capacity: "ask" to drop the oldest turns, "drop" them, or "stop". Without a terminal
+            "ask" stops, as the next line is a message, not an answer to the question.
 
     Raises:
-        RunError: A message does not fit, or with "stop" the conversation does not.
+        RunError: With "stop", the conversation does not fit. Without a terminal, a message cannot be answered.
     """
+    in_terminal = _in_terminal()
+    when_full = "stop" if when_full == "ask" and not in_terminal else when_full
     read = line_reader()
     last: Answer | None = None
     output.log(opening(conversation))
@@ -59,7 +63,14 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
         elif command.startswith("/") and " " not in command and "/" not in command[1:]:
             output.say(f"{command} is no command. Known: /help, /stats, /back, /reset, /exit.")
         else:
-            last = _ask(conversation, message, output, when_full, read) or last
+            try:
+                last = _ask(conversation, message, output, when_full, read) or last
+            except FullError:
+                raise
+            except RunError as error:
+                if not in_terminal:
+                    raise
+                output.say(f"{error}\nThe conversation goes on without this message.")
 
 
 def _ask(
@@ -113,9 +124,13 @@ def statistics(conversation: Conversation, last: Answer | None) -> str:
 ENDS = {"end": "the model", "length": "--tokens", "stop": "a stop text", "interrupted": "Ctrl-C"}
 
 
+def _in_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def line_reader() -> Callable[[str], str | None]:
     """Returns a function that reads one message, or None at the end of input: a line editor in a terminal, plain lines elsewhere."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _in_terminal():
 
         def plain(prompt: str) -> str | None:
             line = sys.stdin.readline()
@@ -149,7 +164,7 @@ def line_reader() -> Callable[[str], str | None]:
 @contextlib.contextmanager
 def buffered_typing() -> Iterator[None]:
     """Inside the block, typed text is not shown, and is available to the next `read`, even after Ctrl-C."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _in_terminal():
         yield
         return
     import termios

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 from still_export.cli.output import Output, command_line
 
 
 def package_of(path: Path, out: Output) -> Path:
-    """The package at `path`. A GGUF file is exported into the cache first, once for each version of the file.
+    """The package at `path`. A GGUF file is exported into the cache first, once for each version of the file, and again if the cached
+    package is incomplete or has another version's format.
 
     Raises:
         StillExportError: The file cannot be exported.
@@ -18,9 +20,11 @@ def package_of(path: Path, out: Output) -> Path:
     if path.suffix != ".gguf" or not path.is_file():
         return path
     from still_export import __version__
+    from still_export.errors import PackageError
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
     from still_export.graph.options import ExportOptions
+    from still_export.package.folder import open_package
     from still_export.sources import demand_model
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
@@ -31,11 +35,17 @@ def package_of(path: Path, out: Output) -> Path:
     parts = [(str(part), part.stat().st_mtime_ns, part.stat().st_size) for part in file.parts]
     key = hashlib.sha256(repr((__version__, parts)).encode()).hexdigest()[:16]
     folder = cache_folder() / "packages" / f"{path.stem}-{key}"
-    if not (folder / "manifest.json").is_file():
-        demand_model(str(path), "export")
-        out.log(f"exporting {path} to {folder}, once")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        options = ExportOptions(str(path), quantize=quantize_policy(file))
-        with out.steps() as progress:
-            export(options, folder, to="onnx", command=command_line(), progress=progress)
+    if folder.exists():
+        try:
+            open_package(folder, check_hashes=False)  # the runner compares them
+            return folder
+        except PackageError as error:
+            out.log(f"{error} It is exported again.")
+            shutil.rmtree(folder)
+    demand_model(str(path), "export")
+    out.log(f"exporting {path} to {folder}, once")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    options = ExportOptions(str(path), quantize=quantize_policy(file))
+    with out.steps() as progress:
+        export(options, folder, to="onnx", command=command_line(), progress=progress)
     return folder

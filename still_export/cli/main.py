@@ -199,6 +199,11 @@ def main(arguments: list[str] | None = None) -> None:
         message = " ".join(str(error).split())
         if "can't allocate memory" in message or "bad allocation" in message:
             complain("OutOfMemory", f"this machine has too little memory for the model: {message[-120:]}")
+        elif "No space left on device" in message:  # of any file, or of what reads the output
+            complain(
+                "DiskFull",
+                "a file or the output could not be written: no space is left there. Free space, and start again.",
+            )
         else:
             complain("Unexpected", f"{type(error).__name__}: {message[:300]} (--debug shows where; please report it)")
     sys.exit(2)

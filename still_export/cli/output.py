@@ -39,7 +39,8 @@ def next_commands(package: Path, target: str, ready: bool = True) -> str:
     if target_of(target).runtime is None:
         return f"next: load the engine with {target}'s own API; docs/reference/runtimes.md has its inputs and outputs"
     shown = shlex.quote(str(package))
-    return f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}'
+    prompt = '--prompt "..."' if (package / "tokenizer.json").is_file() else "--prompt-ids 1,2,3"
+    return f"next: still-export run {shown} {prompt}   or   still-export verify {shown}"
 
 
 PackageFolder = Annotated[Path, typer.Argument(help="Package folder.")]

@@ -86,11 +86,22 @@ def run(
             f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
             f'{shlex.quote(str(package))} --prompt "..."'
         )
+    if not chat and (system is not None or chat_template_kwargs is not None):
+        raise ConfigError(
+            f"--system and --chat-template-kwargs are for the model's chat format. Type: still-export run "
+            f'{shlex.quote(str(package))} --chat --prompt "..."'
+        )
+    if as_json and (save_state or not prompts):
+        raise ConfigError("--json prints one answer. Give --prompt without --save-state, or leave out --json.")
     options, opening = AnswerOptions(**options_of(AnswerOptions, flags)), options_of(LoadOptions, flags)
     if save_state and not prompts:
         raise ConfigError("--save-state saves the state after a prompt: give --prompt or --prompt-file.")
     if save_state:
         report_folder(save_state.parent)
+        if save_state.is_dir():
+            raise ConfigError(
+                f"--save-state {save_state} is a folder. Name a file, such as {save_state / 'state.safetensors'}."
+            )
     cache_bytes(options.prefix_cache)
     arguments = _arguments(chat_template_kwargs)
     if adapter is not None:
@@ -120,7 +131,11 @@ def run(
                 cache.close()
             return
         model.restore(prefix)
-        content = read_text(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        content = prompt or ""
+        if prompt_file:
+            content = read_text(prompt_file)
+        elif prompt == "-":
+            content = sys.stdin.read().removeprefix("\ufeff")
         if not content and prompt_ids is None and prefix is None:
             raise ConfigError(f'the prompt is empty. Type: still-export run {shlex.quote(str(package))} --prompt "..."')
         with out.reading(len(content) // 4) as progress:

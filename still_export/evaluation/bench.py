@@ -57,7 +57,7 @@ class BenchOptions(RunnerOptions):
         return length + self.steps + 1
 
     def fitting_lengths(self, manifest: dict[str, Any]) -> tuple[int, ...]:
-        """The requested lengths, or by default those of LENGTHS that fit into the package.
+        """The requested lengths, or by default those of LENGTHS that fit into the package; the longest that fits if none of them does.
 
         Raises:
             ConfigError: A requested length does not fit.
@@ -70,7 +70,14 @@ class BenchOptions(RunnerOptions):
                 raise ConfigError(
                     f"--lengths {length}: this package has room for {room} tokens with {self.steps} steps."
                 )
-        return self.lengths or tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
+        fitting = tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
+        if most is not None and not self.lengths and not fitting:
+            if (longest := most - self.room(0)) < 1:
+                raise ConfigError(
+                    f"--steps {self.steps}: this package has room for {most} tokens. Measure fewer steps."
+                )
+            return (longest,)
+        return self.lengths or fitting
 
 
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:

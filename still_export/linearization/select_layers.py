@@ -64,11 +64,13 @@ def select_layers(
     """Rank the layers by need (`needs_of`; nothing is trained) and choose `count`; writes layers.json into `output`.
 
     Raises:
-        ConfigError: The model has fewer layers, or `output` exists without `force`.
+        ConfigError: No layer would be left to linearize, or `output` exists without `force`.
     """
     run = _measuring(recipe, output, log, budget="")
-    if not 0 < count <= run.layers:
-        raise ConfigError(f"{count} softmax layers of a model with {run.layers}. Choose fewer.")
+    if not 0 < count < run.layers:
+        raise ConfigError(
+            f"{count} softmax layers of a model with {run.layers}: none is left to linearize. Choose fewer."
+        )
     run.open_folder(False, force)
     log("measuring what each layer needs")
     model = run.load_base().to(run.accelerator.device)

@@ -165,11 +165,12 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(target.parent).free >> 20 if target.parent.is_dir() else 0
+        place = target if target.is_dir() else target.parent
+        free = shutil.disk_usage(place).free >> 20 if place.is_dir() else 0
         # NumPy reports a short write without an errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and free < 64):
             raise PackageError(
-                f"the disk of {target.parent} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
+                f"the disk of {place} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise PackageError(

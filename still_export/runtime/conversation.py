@@ -27,7 +27,7 @@ class FullError(RunError):
         self.turns = turns
         super().__init__(
             f"the conversation is at the end of this package's capacity of {capacity} tokens; without its {turns} oldest "
-            f"turn{'s' if turns > 1 else ''} it can go on."
+            f"turn{'s' if turns > 1 else ''} it can go on (--when-full drop)."
         )
 
 
@@ -143,5 +143,7 @@ class Conversation:
             size = before + (len(self._prompt(self.turns[gone:], message)) if gone else prompt)
             if rows(size + self.tokens - 1) <= table.capacity_tokens:
                 break
+        else:  # dropping turns makes no room
+            self.model.check_capacity(rows(size + self.tokens - 1))
         if gone:
             raise FullError(gone, table.capacity_tokens)

@@ -64,16 +64,19 @@ class Drafted(Guessed):
         return guesses
 
 
+def demand_guesses(model: Runner) -> None:
+    """Raise RunError if `model` accepts no guesses."""
+    if not model.guesses:
+        raise RunError(f"{model.folder} accepts no guesses: export it with --speculate for ONNX Runtime or TensorRT.")
+
+
 def open_draft(model: Runner, draft: Runner) -> Speculation:
     """Let the model `draft` guess for `model`.
 
     Raises:
         RunError: `model` accepts no guesses, `draft` makes none, or they have different tokenizers.
     """
-    if not model.guesses:
-        raise RunError(
-            f"{model.folder} accepts no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
-        )
+    demand_guesses(model)
     if draft.feeding.every or draft.feeding.whole_prompts:
         raise RunError(
             f"the draft {draft.folder} inserts tokens of its own, or needs whole prompts. Give another draft with --guess."

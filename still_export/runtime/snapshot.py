@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,7 +65,12 @@ class Snapshot:
         model.load(self.arrays, np.array([self.length]), more)
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file with the hash of its content; whoever ends meanwhile leaves what was there before."""
+        """Write a safetensors file with the hash of its content; whoever ends meanwhile leaves what was there before.
+
+        Raises:
+            RunError: The disk is full, or the file cannot be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         described: dict[str, Any] = {"length": self.length, "package": self.package, "place": self.place}
@@ -76,8 +82,11 @@ class Snapshot:
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             part.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{path} cannot be written: {error}. Free space, or choose another file.") from error
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def key(self) -> tuple[int, ...]:
         """Numbers that no vocabulary has, and no other state."""

@@ -8,7 +8,7 @@ from still_export.errors import DataError
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file.
+    """The content of a text file, without a byte order mark.
 
     Raises:
         DataError: The file is missing, empty, or not UTF-8.
@@ -20,7 +20,7 @@ def read_text(path: Path) -> str:
     if not content.strip():
         raise DataError(f"{path} is empty. Give a file with text.")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start:,} is 0x{content[error.start]:02x}). Decompress or convert it first."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -22,9 +23,12 @@ from still_export.cli.errors import as_typed
 from still_export.cli.main import PANELS, VERBS, app
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
+from still_export.evaluation.bench import BenchOptions
 from still_export.graph.options import ExportOptions
 from still_export.options import flag_of
 from still_export.runtime.options import AnswerOptions
+from still_export.runtime.sampling import RunError
+from still_export.runtime.snapshot import Snapshot
 from still_export.serving.options import ServeOptions
 from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
@@ -53,7 +57,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     """The whole way, in the exact short form, each verb naming the next."""
     package = tmp_path / "package"
     assert call(model, "--to", "onnx", "-o", package) == 0
-    assert f"still-export run {package}" in capsys.readouterr().out
+    assert f"still-export run {package} --prompt-ids 1,2,3" in capsys.readouterr().out  # it has no tokenizer
 
     assert call("run", package, "--prompt-ids", "5,6,7", "--tokens", "4", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
@@ -228,6 +232,10 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("run", "{exists}", "--prompt", "x", "--when-full", "dorp"), "Did you mean 'drop'?"),
         (("run", "{exists}", "--prompt-file", "none.txt"), "--prompt-file none.txt: there is no such file"),
         (("run", "{exists}", "--prompt", ""), "the prompt is empty"),
+        (("run", "{exists}", "--prompt", "x", "--system", "be kind"), "--system and --chat-template-kwargs are for"),
+        (("run", "{exists}", "--prompt", "x", "--guess", "lookup"), "accepts no guesses: export it with --speculate"),
+        (("run", "{exists}", "--chat", "--json"), "--json prints one answer"),
+        (("run", "{exists}", "--prompt", "x", "--save-state", "{empty}"), "is a folder. Name a file"),
         (("run", "{exists}", "more", "--prompt", "x"), "more: one word too many"),
         (("run",), "Missing argument"),
         (("verify", "{exists}", "--calls", "none.npz"), "--calls none.npz: there is no such file"),
@@ -488,6 +496,28 @@ def test_a_build_ends_at_a_signal_though_tensorrt_swallows_what_is_raised(number
     assert process.returncode == 2
     assert said == "Interrupted: nothing half-written was left behind.\n"
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_full_disk_is_no_fault_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(typed: list[str]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match=r"/dev/full/state cannot be written: .* choose another file"):
+        Snapshot({}, 0, "package", "text", ()).save("/dev/full/state")
+    monkeypatch.setattr("still_export.cli.main._look_ahead", fail)
+    assert call("doctor") == 2 and "DiskFull: " in capsys.readouterr().err
+
+
+def test_bench_measures_what_fits() -> None:
+    def manifest(tokens: int) -> dict[str, Any]:
+        return {"capacity": {"capacity_tokens": tokens, "bounded": True}}
+
+    options = BenchOptions(steps=8)
+    assert options.held(manifest(4096)) == (1024,) and options.held(manifest(256)) == (247,)
+    with pytest.raises(ConfigError, match="--steps 8: this package has room for 9 tokens"):
+        options.held(manifest(9))
 
 
 def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,10 @@ def test_a_file_is_run_to_the_end(
         expected = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert said["tokens"] == expected[0, 6:].tolist()
     (made,) = (file.parent / "cache" / "packages").iterdir()
+    (made / "model.onnx").unlink()
+    assert call("run", file, "--prompt", "Hi you", "--tokens", "5", "--json") == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out)["tokens"] == said["tokens"] and "It is exported again." in again.err
     monkeypatch.setattr("still_export.targets.export.export", None)  # the package is kept: nothing is exported again
     assert call("bench", file, "--lengths", "16", "--steps", "2", "--quiet", "-o", file.parent / "bench") == 0
     assert json.loads((file.parent / "bench" / "bench.json").read_text())["package"] == str(made)

@@ -26,18 +26,24 @@ import json, pathlib, sys, time
 from types import SimpleNamespace
 from still_export.cli import chat
 from still_export.cli.output import Output
+from still_export.runtime.conversation import FullError
+from still_export.runtime.sampling import RunError
 folder = pathlib.Path(sys.argv[1])
 asked = []
 def ask(message, stream, progress, stopped):
     asked.append(message)
     (folder / "asked").write_text(json.dumps(asked))
+    if message == "too long":
+        raise RunError("900 tokens exceed the capacity.")
+    if message == "full":
+        raise FullError(1, 400)
     print("the answer begins", flush=True)
     while not stopped() and not (folder / "answered").exists():
         time.sleep(0.01)
     print("the answer ends", flush=True)
     return SimpleNamespace(ended="end", tokens=[])
 chat.opening = lambda conversation: "opened"
-chat.talk(SimpleNamespace(ask=ask), Output(), "stop")
+chat.talk(SimpleNamespace(ask=ask), Output(), "ask")
 """
 
 
@@ -84,6 +90,26 @@ def test_what_is_typed_during_an_answer_is_the_next_message(tmp_path: Path) -> N
     terminal.type("\x04")
     assert terminal.process.wait(120) == 0
     assert (tmp_path / "asked").read_text() == '["one", "two words"]'
+
+
+def test_a_refused_message_does_not_end_the_talk(tmp_path: Path) -> None:
+    (tmp_path / "answered").touch()
+    terminal = Terminal(tmp_path, home=tmp_path)
+    terminal.until(PROMPT)
+    terminal.type("too long\r")
+    terminal.until("900 tokens exceed the capacity.")
+    terminal.until("goes on without this message")
+    terminal.until(PROMPT)
+    terminal.type("full\r")
+    terminal.until("forget them?")
+    terminal.type("n\r")
+    terminal.until(PROMPT)
+    terminal.type("three\r")
+    terminal.until("the answer ends")
+    terminal.until(PROMPT)
+    terminal.type("\x04")
+    assert terminal.process.wait(120) == 0
+    assert (tmp_path / "asked").read_text() == '["too long", "full", "three"]'
 
 
 def test_a_talk_opens_with_the_model_and_marks_a_cut_answer(

@@ -33,6 +33,7 @@ from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
 from still_export.models.read.checkpoint import iterate_tensors
+from still_export.texts.files import read_text
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 from still_export.texts.texts import Batches, held_out_rows, read_corpus
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -559,6 +560,8 @@ def test_bad_texts_and_tokenizers(base: Path, text: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(DataError, match=message):
             linearize(small_recipe(base, path), tmp_path / "model")
+    empty.write_bytes(b"\xef\xbb\xbftext")
+    assert read_text(empty) == "text"  # without the byte order mark
     small = make_base(tmp_path / "small", "llama")
     config = json.loads((small / "config.json").read_text())
     with pytest.raises(DataError, match="belongs to another model"):

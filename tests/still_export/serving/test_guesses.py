@@ -176,7 +176,7 @@ def test_a_draft_model(model: OrtModel, guessing_package: Path, byte_package: Pa
         right = plain.generate(case.prompt, max_tokens=case.tokens)
         assert guessing.generate(case.prompt, max_tokens=case.tokens).tokens == right.tokens
     assert model.speculation.accepted > 0.95 * model.speculation.guesses  # the draft has the same weights
-    with pytest.raises(RunError, match="accepts no guesses of a draft: export it with --speculate"):
+    with pytest.raises(RunError, match="accepts no guesses: export it with --speculate"):
         still_export.load(byte_package, guess=guessing_package)
     other = OrtModel(byte_package, threads=1)
     vocabulary = {"a": 1}
