@@ -28,10 +28,15 @@ std::vector<State> states_for(Json const& manifest, int64_t tokens)
 {
     Json const& capacity = manifest.at("capacity");
     int64_t const limit = integer_of(capacity.at("capacity_tokens"));
-    if (capacity.at("bounded").get<bool>() && tokens > limit)
+    Json::array_t const& entries = items_of(manifest.at("states"));
+    bool const grows = std::any_of(entries.begin(), entries.end(), [](Json const& entry) {
+        Json const& rule = entry.at("growth");
+        return !rule.is_null() && integer_of(rule.at("rows")) > 0 && !rule.at("fixed").get<bool>();
+    }); // an engine's profiles end at the capacity
+    if ((grows || capacity.at("bounded").get<bool>()) && tokens > limit)
         fail(tokens, " tokens exceed this package's capacity of ", limit, " tokens. Use fewer, or export with a larger --capacity-tokens.");
     std::vector<State> states;
-    for (Json const& entry : items_of(manifest.at("states")))
+    for (Json const& entry : entries)
     {
         State state{text_of(entry.at("name")), text_of(entry.at("dtype")), {}};
         for (Json const& item : items_of(entry.at("shape")))

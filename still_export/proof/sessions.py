@@ -279,7 +279,7 @@ class Subject:
             ]
         if self.record.engines:  # those that fit the prefill profile; the runner splits longer ones
             longest = int(manifest["engines"][0]["prefill_tokens"])
-            calls = [(_narrow(f), _narrow(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]
+            calls = [(_for_engine(f), _for_engine(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]
         return [f for f, _ in calls], [e for _, e in calls]
 
     def command(self) -> list[str]:
@@ -287,6 +287,7 @@ class Subject:
         return self.record.repeat(Opening(self.package.path, self.package.manifest, self.provider, plugin=self.plugin))
 
 
-def _narrow(arrays: Arrays) -> Arrays:
-    """`arrays` with counts and tokens in the engine's type."""
-    return {name: array.astype(np.int32) if array.dtype == np.int64 else array for name, array in arrays.items()}
+def _for_engine(arrays: Arrays) -> Arrays:
+    """`arrays` with counts and tokens in the engine's type, and a row of zeros in states without any (engines refuse empty ones)."""
+    whole = {name: x if x.size else np.zeros(np.maximum(x.shape, 1), x.dtype) for name, x in arrays.items()}
+    return {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in whole.items()}

@@ -42,6 +42,8 @@ class TrtModel(TrtEngine, Runner):
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
         super().__init__(folder, plugin, device)
         self.table = StateTable.of(self.manifest)
+        grows = any(rule["rows"] and not rule["fixed"] for rule in self.table.growths.values())
+        self.table.bounded |= grows  # an engine's profiles end at the capacity
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
 

@@ -305,15 +305,15 @@ def linear_folder(folder: Path, family: str, published: bool = False) -> Path:
 
 
 def state_folder(folder: Path, **still: Any) -> Path:
-    """A small random STILL model with some softmax layers, of widths that engines' kernels have."""
+    """A small random STILL model of widths that engines' kernels have."""
     import torch
 
-    from tests.still_export.tiny import MIXED, still_model
+    from tests.still_export.tiny import still_model
 
     shutil.rmtree(folder, ignore_errors=True)
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
     sizes["max_position_embeddings"] = 1024
-    still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, chunk_size=32, **still).save_pretrained(folder)
+    still_model("llama", torch.float32, sizes=sizes, chunk_size=32, **still).save_pretrained(folder)
     return folder
 
 

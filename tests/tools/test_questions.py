@@ -13,7 +13,7 @@ from torch import Tensor
 from still_export.errors import ConfigError
 from still_export.evaluation import replies
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, EvaluationOptions, by_depth
-from still_export.evaluation.synthetic import MAKERS, holds
+from still_export.evaluation.synthetic import MAKERS, contains
 from still_export.texts import forms
 from tests.still_export.evaluation.test_evaluate import TEMPLATE, Uniform, wide_model
 from tests.still_export.training import byte_tokenizer, chat_tokenizer
@@ -103,8 +103,8 @@ def test_unseen_forms_are_unseen() -> None:
 
 
 def test_replies_and_repetition_are_judged_by_words() -> None:
-    assert holds("It is pier 17.", "17") and holds("the BARREL, I think", "barrel")
-    assert not holds("pier 170 or 317", "17") and not holds("barrels", "barrel")
+    assert contains("It is pier 17.", "17") and contains("the BARREL, I think", "barrel")
+    assert not contains("pier 170 or 317", "17") and not contains("barrels", "barrel")
     assert facts.repeated([1, 2, 3, 4, 5]) == 0 and facts.repeated([1, 2, 3]) == 0
     assert facts.repeated([1, 2, 1, 2, 1, 2, 1]) == pytest.approx(0.5)
 

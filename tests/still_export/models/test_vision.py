@@ -214,7 +214,7 @@ def test_the_example_answers_as_transformers_does(
         return answers[-1]
 
     monkeypatch.setattr(OrtModel, "feed_seen", noted)
-    names: dict[str, Any] = {"MODEL": str(folder), "DIR": str(prompt.package)}
+    names: dict[str, Any] = {"MODEL": str(folder), "VISION": str(prompt.package)}
     exec(compile(program, "onnxruntime.md", "exec"), names)
     asked = {name: torch.from_numpy(np.asarray(x)) for name, x in names["asked"].items()}
     ids, pixels = asked["input_ids"], asked["pixel_values"].double()

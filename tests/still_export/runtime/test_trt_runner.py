@@ -17,6 +17,7 @@ from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.tensorrt import TrtError, TrtModel
+from still_graphs.states import StateTable
 from tests.still_export import fake_tensorrt
 from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.packages import onnx_package, trt_package
@@ -142,6 +143,17 @@ def test_room_grows_without_losing_state(package: Package, module: FakeTensorRT,
     assert_states(model, reference)
     with pytest.raises(RunError, match="97 tokens exceed this package's capacity of 96 tokens"):
         model.feed(tokens(2, 33))
+
+
+def test_growing_states_end_at_the_capacity(package: Package, module: FakeTensorRT, monkeypatch: Any) -> None:
+    """Of the engine, whatever other states do beyond it."""
+    table = StateTable.of(package.manifest)
+    table.bounded = False
+    monkeypatch.setattr(StateTable, "of", lambda manifest: table)
+    model = TrtModel(package.path)
+    model.start(1)
+    with pytest.raises(RunError, match="97 tokens exceed this package's capacity of 96 tokens"):
+        model.reserve(97)
 
 
 def test_greedy_replays_equal_single_steps(package: Package, module: FakeTensorRT, reference: OrtModel) -> None:

@@ -20,7 +20,7 @@ from still_export.targets.ort.kernels import kernel_variants as variants_for_cud
 from still_export.targets.registry import target_of
 from still_export.targets.trt.package import kernel_variants
 from tests.still_export.expert_models import SPARSE, expert_model
-from tests.still_export.models.test_expert_families import calm_seed
+from tests.still_export.models.test_linear_families import calm_seed
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.tiny import plain_model
 from tests.still_graphs.passes import run_passes
