@@ -22,8 +22,10 @@ NOT_APPLIED: Mapping[str, Any] = {
 
 def warn_of_settings(generation: Any) -> None:
     """Warn about settings in NOT_APPLIED."""
-    said = {name: getattr(generation, name, None) for name in NOT_APPLIED}
-    found = [f"{name}={value!r:.40}" for name, value in said.items() if value not in (None, [], {}, NOT_APPLIED[name])]
+    settings = {name: getattr(generation, name, None) for name in NOT_APPLIED}
+    found = [
+        f"{name}={value!r:.40}" for name, value in settings.items() if value not in (None, [], {}, NOT_APPLIED[name])
+    ]
     if found:
         logging.getLogger(__name__).warning(
             "generation_config.json sets %s: the package keeps it for transformers, `run` and `serve` do not apply it",

@@ -82,15 +82,17 @@ def _unpacked(b_word, b_scale, b_zero, ROWS: tl.constexpr, WORDS: tl.constexpr, 
     b_scale, b_zero = _spread(b_scale, ROWS, WORDS), _spread(b_zero, ROWS, WORDS)
     TEXT: tl.constexpr = unpacking(BITS, BRAIN, False)
     REGISTERS: tl.constexpr = registers(BITS, False)
-    given = [b_word, b_zero, b_scale]
+    operands = [b_word, b_zero, b_scale]
     if BITS == 4:
         e0, e1, e2, e3, e4, e5, e6, e7 = tl.inline_asm_elementwise(
-            TEXT, REGISTERS, given, dtype=times(KIND, 8), is_pure=True, pack=1
+            TEXT, REGISTERS, operands, dtype=times(KIND, 8), is_pure=True, pack=1
         )
         even, odd = tl.join(tl.join(e0, e4), tl.join(e2, e6)), tl.join(tl.join(e1, e5), tl.join(e3, e7))
         b_number = tl.join(even, odd)
     else:
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(TEXT, REGISTERS, given, dtype=times(KIND, 4), is_pure=True, pack=1)
+        e0, e1, e2, e3 = tl.inline_asm_elementwise(
+            TEXT, REGISTERS, operands, dtype=times(KIND, 4), is_pure=True, pack=1
+        )
         b_number = tl.join(tl.join(e0, e2), tl.join(e1, e3))
     return tl.reshape(b_number, [ROWS, WORDS * 32 // BITS])
 

@@ -34,8 +34,8 @@ def row_of(
             row = tl.load(p_state_row + i_batch).to(tl.int64)
     else:
         start = i_batch.to(tl.int64) * T
-        given = tl.load(p_new_tokens + i_batch).to(tl.int64)
-        count = tl.minimum(tl.maximum(given, 0), T).to(tl.int32)
+        new_tokens = tl.load(p_new_tokens + i_batch).to(tl.int64)
+        count = tl.minimum(tl.maximum(new_tokens, 0), T).to(tl.int32)
         row = i_batch.to(tl.int64)
     if p_past_length is None:
         length = count * 0

@@ -40,8 +40,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
     def at(s: Scope, name: str, place: str) -> str:
         """Values of the tokens at `place` [B, M], empty outside the call: [B, M, ...]."""
-        brought = s("And", s("GreaterOrEqual", place, 0), s("Less", place, new))
-        return s("GatherND", padded[name], s.unsqueeze(s("Where", brought, place, tokens), 2), batch_dims=1)
+        inside = s("And", s("GreaterOrEqual", place, 0), s("Less", place, new))
+        return s("GatherND", padded[name], s.unsqueeze(s("Where", inside, place, tokens), 2), batch_dims=1)
 
     def tensors(s: Scope, place: str) -> Tensors:
         query, key, value = (s("Transpose", at(s, n, place), perm=[0, 2, 1, 3]) for n in ("query", "key", "value"))

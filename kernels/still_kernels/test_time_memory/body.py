@@ -67,9 +67,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         "Scan", *(f"past_{name}" for name in STATES), *fed.values(), out=5, body=body, num_scan_inputs=len(fed)
     )
     # Writes to the states come after all reads of them.
-    brought = b("Greater", new, 0)
+    any_token = b("Greater", new, 0)
     for name, found in zip(STATES, states, strict=True):
-        has_tokens = brought if name == "momentum_sum" else b.unsqueeze(brought, 2, 3, 4)
+        has_tokens = any_token if name == "momentum_sum" else b.unsqueeze(any_token, 2, 3, 4)
         b("Where", has_tokens, found, f"past_{name}", out=f"present_{name}")
     # Each token's piece and slot.
     by_slot = b.reshape(results, 0, 0, heads, -1, queries, dim)

@@ -15,7 +15,7 @@ from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, NOT_LANGUAGE, TEXT_OF
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
-from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, held_twice, value_of
+from still_export.models.read.weights import Deferred, Weight, Weights, duplicate_error, exact_value_of, value_of
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -107,7 +107,7 @@ def published_names(
             others.setdefault(what, {})[new_name] = tensor
         elif not name.endswith(_DERIVED):
             if new_name in language:
-                raise held_twice(new_name, old_names[new_name], name)
+                raise duplicate_error(new_name, old_names[new_name], name)
             language[new_name], old_names[new_name] = tensor, name
     language = _bounded(_joined_convolutions(language))
     language = published.moved(language, config) if published.moved else language

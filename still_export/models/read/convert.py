@@ -23,8 +23,8 @@ from still_export.models.read.weights import (
     Pair,
     Weight,
     Weights,
+    duplicate_error,
     exact_value_of,
-    held_twice,
     value_of,
 )
 
@@ -54,16 +54,16 @@ def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
     """
     result: dict[str, W] = {}
     names: dict[str, str] = {}
-    for given, tensor in tensors.items():
-        name = given.removeprefix("module.")
+    for stored, tensor in tensors.items():
+        name = stored.removeprefix("module.")
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
                 name = plain + name.removeprefix(prefix)
         name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
         name = f"model.{name}" if name.startswith(_OF_BASE) else name
         if name in result:
-            raise held_twice(name, names[name], given)
-        result[name], names[name] = tensor, given
+            raise duplicate_error(name, names[name], stored)
+        result[name], names[name] = tensor, stored
     return result
 
 

@@ -99,7 +99,7 @@ Weights = Mapping[str, Weight]
 """Weights by the name of the model's parameter."""
 
 
-def held_twice(name: str, first: str, second: str) -> CheckpointError:
+def duplicate_error(name: str, first: str, second: str) -> CheckpointError:
     """The error for two tensors of a checkpoint that are the same parameter."""
     return CheckpointError(
         f"the checkpoint has {name} twice, as {first} and as {second}: which of them counts is unknown. Delete the outdated one."

@@ -39,8 +39,8 @@ def find_library(cpu: str | None = None) -> Path | None:
     if cpu is None and platform.system() != SYSTEM:
         return None
     cpu = cpu or this_cpu()
-    brought, cached = SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu)
-    return brought if brought.is_file() else cached if _is_whole(cached) else None
+    prebuilt, cached = SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu)
+    return prebuilt if prebuilt.is_file() else cached if _is_whole(cached) else None
 
 
 def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
