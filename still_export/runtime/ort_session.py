@@ -250,12 +250,13 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: A
             raise differs(f"states[{i}].name", state["name"], "not there")
         if types.get(found.type) != state["dtype"]:
             raise differs(f"states[{i}].dtype", state["dtype"], found.type)
-        # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there.
+        # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there. States without rows have
+        # a name, or 0 in older packages.
         growth: dict[str, Any] | None = state["growth"]
         rows: int | str = ""
-        if growth is not None and (growth["fixed"] or not growth["rows"]):
+        if growth is not None and growth["rows"] and growth["fixed"]:
             rows = rows_after(growth, 0, manifest["capacity"]["capacity_tokens"])
-        sizes = [d if isinstance(d, int) else "" for d in found.shape]
+        sizes = [d if isinstance(d, int) and d else "" for d in found.shape]
         if sizes != [d if isinstance(d, int) else "" if d == "batch" else rows for d in state["shape"]]:
             raise differs(f"states[{i}].shape", state["shape"], found.shape)
     for name in inputs:

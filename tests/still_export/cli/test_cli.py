@@ -515,9 +515,9 @@ def test_bench_measures_what_fits() -> None:
         return {"capacity": {"capacity_tokens": tokens, "bounded": True}}
 
     options = BenchOptions(steps=8)
-    assert options.held(manifest(4096)) == (1024,) and options.held(manifest(256)) == (247,)
+    assert options.fitting_lengths(manifest(4096)) == (1024,) and options.fitting_lengths(manifest(256)) == (247,)
     with pytest.raises(ConfigError, match="--steps 8: this package has room for 9 tokens"):
-        options.held(manifest(9))
+        options.fitting_lengths(manifest(9))
 
 
 def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
