@@ -153,8 +153,6 @@ class Recipe:
     warmup: float = option(
         0.05, "Share of a stage's steps with a rising rate; it then falls to a tenth.", least=0, below=1
     )
-    weight_decay: float = option(0.0, "Weight decay of AdamW.")
-    clip_norm: float = option(1.0, "Largest norm of the gradient; 0 = any.")
     precision: str = option(
         "fp32", "Precision of products outside the attention: fp32 or bf16.", choices=("fp32", "bf16")
     )

@@ -35,6 +35,8 @@ from still_export.texts.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
 MOST_CHECKPOINTS = 2
+CLIP_NORM = 1.0
+"""Largest norm of the gradient."""
 Arguments = ParamSpec("Arguments")
 
 
@@ -126,7 +128,7 @@ class Trainer:
             if parameter.requires_grad:
                 groups.setdefault(rate_of(name), []).append(parameter)
         optimizer = torch.optim.AdamW(
-            [{"params": members, "lr": rate} for rate, members in groups.items()], weight_decay=recipe.weight_decay
+            [{"params": members, "lr": rate} for rate, members in groups.items()], weight_decay=0.0
         )
         module, optimizer = accelerator.prepare(objective, optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -208,8 +210,7 @@ class Trainer:
             loss, parts = passes.run(batch.ids[part], batch.weights[part], share, last=number == len(groups))
             total, total_parts = total + loss * share, total_parts + parts * share
         passes.end()
-        if recipe.clip_norm:
-            accelerator.clip_grad_norm_(trained, recipe.clip_norm)
+        accelerator.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
         late = torch.tensor([float(time.monotonic() >= until)], device=accelerator.device)
         sums = torch.cat([late, total[None].float(), total_parts.float()])

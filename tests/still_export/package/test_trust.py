@@ -153,11 +153,11 @@ def test_the_user_says_so_once(package: Path, hostile: tuple[Path, Path]) -> Non
 
     edit(package, change)
     verb = [sys.executable, "-m", "still_export.cli.main", "run", str(package), *PROMPT]
-    subprocess.run([*verb, "--trust-native"], capture_output=True)
-    assert trace.exists()
+    first = subprocess.run([*verb, "--trust-native"], capture_output=True, text=True)
+    assert trace.exists(), first.stderr
     trace.unlink()
-    subprocess.run(verb, capture_output=True)  # remembered
-    assert trace.exists()
+    again = subprocess.run(verb, capture_output=True, text=True)
+    assert trace.exists(), f"not remembered: {again.stderr}"
     trace.unlink()
     with (package / "kernel.so").open("ab") as file:
         file.write(b"other")
