@@ -10,7 +10,7 @@ A weight's tensors show its format:
 | FP8 | `weight` float8_e4m3fn [N, K], `weight_scale` or `weight_scale_inv`: one, [N, 1], or of blocks [N / b, K / c] |
 | NVFP4 | `weight_packed` or `weight` uint8 [N, K / 2], `weight_scale` float8_e4m3fn [N, K / 16], one more scale for all |
 | MXFP4 | the same, `weight_scale` uint8 [N, K / 32], exponents |
-| bitsandbytes | `weight` uint8, `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4` or `__fp4` |
+| bitsandbytes | `weight` (bytes, in any type), `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4` or `__fp4` |
 
 A weight is scale * (code - zero point), G groups of K / G inputs sharing both.
 """
@@ -293,6 +293,9 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         raise _UnreadError(
             f"{packed.shape[1]} words in weight_packed for {inputs} inputs, where those of 2, 4 and 8 bits are read"
         )
+    widths = ((group.get("weights") or {}).get("num_bits") for group in (config.get("config_groups") or {}).values())
+    if bits == 8 and 7 in widths:  # a word has four codes of either
+        raise _UnreadError("7 bits, where 2, 4 and 8 are read")
     _check("weight_packed", packed, outputs, inputs * bits // 32)
     groups = scales.shape[-1]
     _check("weight_scale", scales, outputs, groups)
@@ -312,7 +315,7 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
 def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
     """A narrow `weight` with separate scales; None: it has none."""
     weight = parts["weight"]
-    if weight.dtype == torch.uint8 and (state := next((name for name in STATES if name in parts), None)):
+    if state := next((name for name in STATES if name in parts), None):
         return _table(parts, json.loads(bytes(parts[state].numpy()).decode()))
     scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
     if scale is None:
@@ -424,7 +427,8 @@ def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
 
 def _table(parts: Parts, state: Mapping[str, Any]) -> Deferred:
     """bitsandbytes' table of 16 arbitrary numbers."""
-    packed, table, most = parts["weight"], parts["weight.quant_map"].float(), parts["weight.absmax"]
+    packed = parts["weight"].flatten().view(torch.uint8)  # in any type (bnb_4bit_quant_storage)
+    table, most = parts["weight.quant_map"].float(), parts["weight.absmax"]
     shape, size = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
     count = int(np.prod(shape))
     if packed.numel() * 2 != count + count % 2 or most.numel() != -(-count // size):

@@ -306,8 +306,17 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
             {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"},
             "a weight in bfloat16 beside its scale",
         ),
+        (
+            {
+                "weight_packed": torch.zeros(8, 8, dtype=torch.int32),
+                "weight_scale": torch.ones(8, 1),
+                "weight_shape": torch.tensor([8, 32]),
+            },
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 7}}}},
+            "7 bits",
+        ),
     ],
-    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64", "not rounded yet"],
+    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64", "not rounded yet", "7 bits"],
 )
 def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
@@ -361,6 +370,21 @@ def test_groups_that_compressed_tensors_left_unset_are_in_order() -> None:
     theirs |= {"a.weight_shape": torch.tensor([8, 64]), "a.weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
     found = dequantizing(theirs, {"quant_method": "compressed-tensors"}, "here")["a.weight"]
     assert torch.equal(value_of(found), (codes - 8) * scales.repeat_interleave(32, 1))
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_bytes_of_bitsandbytes_in_another_type(base: Path, tmp_path: Path, storage: torch.dtype) -> None:
+    """FSDP trains models whose codes are stored as numbers of its type (bnb_4bit_quant_storage)."""
+    expected = quantized_folder(base, tmp_path / "model", "nf4")
+
+    def change(file: dict[str, torch.Tensor]) -> None:
+        coded = [name.removesuffix(".absmax") for name in file if name.endswith(".absmax")]
+        file.update({name: file[name].view(-1, storage.itemsize).view(storage) for name in coded})
+
+    edit_tensors(tmp_path / "model", change)
+    weights = open_source(tmp_path / "model", attach_untrained=True, dtype="float32").weights
+    for name, weight in expected.items():
+        assert torch.equal(value_of(weights[name]), weight), name
 
 
 @pytest.mark.parametrize("bias", [0.0, 1.0])
