@@ -52,7 +52,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files listed in an index. Each of their tensors is listed, and stored once."""
+    """The files listed in an index, whose tensors are all listed and stored once."""
     shards, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")

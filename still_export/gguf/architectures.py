@@ -158,6 +158,6 @@ def target_of(view: View, architecture: Architecture, prefix: str, part: str, na
 
 
 def _takes_bias(architecture: Architecture, part: str) -> bool:
-    """Whether a projection may have a bias. Projections outside groups may if the family's class has one."""
+    """Whether a projection may have a bias; outside of groups, whether the family's class has one."""
     grouped = {name for group in architecture.biases for name in group}
     return part in grouped or not (grouped and part.startswith(("attn_", "ffn_")))

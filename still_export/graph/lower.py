@@ -280,7 +280,7 @@ def _name_dimensions(model: ir.Model, states: StateTable) -> None:
 
 
 def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
-    """Store weights of products as [in, out] and drop their Transpose. Returns the weights to transpose.
+    """Store weights of products as [in, out] and drop their Transpose; returns the weights to transpose.
 
     A tied embedding stays as it is: the head reads it through its Transpose.
     """

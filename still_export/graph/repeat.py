@@ -74,10 +74,7 @@ def constants_of(layer: Any) -> Constants:
 
 
 def _parts(layer: Any) -> Iterator[Any]:
-    """Everything that distinguishes a layer, except number, weight values and constants.
-
-    Objects without a description equal no other.
-    """
+    """Everything that distinguishes a layer, except number, weight values and constants; objects without a description equal no other."""
     for name, module in layer.named_modules():
         yield name, type(module)
         constants = getattr(module, "constants", {})

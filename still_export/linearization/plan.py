@@ -183,7 +183,7 @@ class Planner:
         return replace(plan, steps=self._steps(plan, seconds))
 
     def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
-        """Use fewer tokens if all would take more than MEASURING of the time. Returns the number of tokens, 0: all."""
+        """Use fewer tokens if all would take more than MEASURING of the time; returns the number of tokens, 0: all."""
         set_modes(attentions, range(self.run.layers))
         ids = self.stick.rows[0][:, :PROBE]
         for _ in range(2):  # the first run allocates

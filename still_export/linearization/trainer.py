@@ -199,7 +199,7 @@ class Trainer:
     def _step(
         self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch, until: float
     ) -> tuple[float, list[float], bool]:
-        """One optimizer step. Returns (loss over all processes, its parts, whether a process reached `until`)."""
+        """One optimizer step; returns (loss over all processes, its parts, whether a process reached `until`)."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
         groups = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))

@@ -224,7 +224,7 @@ def _lives(staging: Path) -> bool | None:
 
 
 def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
-    """Move `staging` to `target` in one step. The old folder is then at `staging` or deleted, except entries in `keep`."""
+    """Move `staging` to `target` in one step; the old folder is then at `staging` or deleted, except entries in `keep`."""
     if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
         _move_missing(staging, target, keep)
         return

@@ -91,7 +91,7 @@ class HeadCases:
         )
 
     def _run(self, session: Session) -> list[tuple[_Row, Arrays]]:
-        """Run prompts and guesses on the runtime. Returns (sequence, the head's states) pairs."""
+        """Run prompts and guesses on the runtime; returns (sequence, the head's states) pairs."""
         model, random = session.model, self.random
         head, vocabulary = model.head, int(model.manifest["model"]["vocab_size"])
         count = min(len(self.lengths), model.most_rows or len(self.lengths))

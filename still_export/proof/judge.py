@@ -184,7 +184,7 @@ class Bounds:
         return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
 
     def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
-        """Upper limits [2, heads] of the medians of PyTorch's rows, for parts [2, heads, n]. `together` rows are one draw."""
+        """Upper limits [2, heads] of the medians of PyTorch's rows, for parts [2, heads, n]; `together` rows are one draw."""
         ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
         size = ordered.shape[1]
         at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1

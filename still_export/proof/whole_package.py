@@ -177,7 +177,7 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
 
 
 def _check_gguf_words(source: Path) -> Verdict:
-    """Compare the words and chat template of a GGUF file by the gguf package. Words that it calls unused may be missing."""
+    """Compare the words and chat template of a GGUF file by the gguf package; words that it calls unused may be missing."""
     from gguf import GGUFReader, TokenType
 
     from still_export.models.load import load_tokenizer

@@ -129,5 +129,5 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
 
 
 def _absolute(source: str) -> str:
-    """An absolute path; hub ids and links stay. Link targets in Hugging Face's cache have neither suffix nor neighbouring parts."""
+    """An absolute path; hub ids and links stay, because link targets in Hugging Face's cache have neither suffix nor neighbouring parts."""
     return os.path.abspath(source) if Path(source).exists() else source

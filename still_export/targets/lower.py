@@ -212,7 +212,7 @@ def state_identity(content: dict[str, Any]) -> str:
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
-    """Run the target's passes and write the graph, and the weights if passes changed them. Returns (graph, whether weights changed)."""
+    """Run the target's passes and write the graph, and the weights if passes changed them; returns (graph, whether weights changed)."""
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())

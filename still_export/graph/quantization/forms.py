@@ -118,7 +118,7 @@ def form_of(weight: Weight, role: str, policy: Quantization) -> Form | None:
 
 
 def _widen_experts(weights: Weights, forms: dict[str, Form], policy: Quantization) -> None:
-    """Give both matrices of a layer's experts the larger number of bits, because the op has one. Q4_K_M files have some in 6 bits."""
+    """Give both matrices of a layer's experts the larger number of bits, because the op has one (Q4_K_M files have 4 and 6)."""
     stacks = [name for name in forms if weights[name].dim() > 2]
     for name in stacks:
         form, layer = forms[name], name.rpartition(".")[0]

@@ -113,7 +113,7 @@ def _write_graph(
     planned: Planned | None,
     dump: Dump | None,
 ) -> dict[str, Any]:
-    """Write graph and weights. Returns the manifest's entries for the graph's ops and, if quantized, its weights."""
+    """Write graph and weights; returns the manifest's entries for the graph's ops and, if quantized, its weights."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
     from still_export.models.read.checkpoint import give_pages_back

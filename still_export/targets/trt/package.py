@@ -68,7 +68,7 @@ def _value_types(graph: Any) -> dict[str, str]:
 
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
-    """Compile the kernels, and a plugin library for each set of headers. Returns library files by major version of TensorRT."""
+    """Compile the kernels, and a plugin library for each set of headers; returns library files by major version of TensorRT."""
     variants = kernel_variants(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
     archive = compile_archive(variants, trt.architectures, folder / KERNELS)
