@@ -372,19 +372,20 @@ def test_groups_that_compressed_tensors_left_unset_are_in_order() -> None:
     assert torch.equal(value_of(found), (codes - 8) * scales.repeat_interleave(32, 1))
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
-def test_bytes_of_bitsandbytes_in_another_type(base: Path, tmp_path: Path, storage: torch.dtype) -> None:
-    """FSDP trains models whose codes are stored as numbers of its type (bnb_4bit_quant_storage)."""
-    expected = quantized_folder(base, tmp_path / "model", "nf4")
-
-    def change(file: dict[str, torch.Tensor]) -> None:
-        coded = [name.removesuffix(".absmax") for name in file if name.endswith(".absmax")]
-        file.update({name: file[name].view(-1, storage.itemsize).view(storage) for name in coded})
-
-    edit_tensors(tmp_path / "model", change)
-    weights = open_source(tmp_path / "model", attach_untrained=True, dtype="float32").weights
-    for name, weight in expected.items():
-        assert torch.equal(value_of(weights[name]), weight), name
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+def test_bytes_of_bitsandbytes_in_any_type(storage: torch.dtype) -> None:
+    """FSDP trains models whose codes are stored as numbers of its type (bnb_4bit_quant_storage); high four bits come first."""
+    codes, table, most = torch.randint(0, 16, (8, 64)), torch.randn(16), torch.rand(8) + 0.1
+    pairs = codes.view(-1, 2).to(torch.uint8)
+    state = json.dumps({"shape": [8, 64], "blocksize": 64}).encode()
+    parts = {
+        "a.weight": (pairs[:, 0] << 4 | pairs[:, 1]).view(-1, storage.itemsize).view(storage),
+        "a.weight.absmax": most,
+        "a.weight.quant_map": table,
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
+    }
+    found = value_of(dequantizing(parts, {"quant_method": "bitsandbytes"}, "here")["a.weight"])
+    assert torch.equal(found, table[codes] * most[:, None])
 
 
 @pytest.mark.parametrize("bias", [0.0, 1.0])
