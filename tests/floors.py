@@ -11,6 +11,7 @@ import ast
 import io
 import sys
 import tokenize
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +117,13 @@ class Sources:
             pairs = ((self.room(a.source), self.room(a.target)) for a in self.arrows)
             graph = networkx.DiGraph(pair for pair in pairs if pair[0] != pair[1])
         return sorted(sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1)
+
+
+def write_package(root: Path, texts: Mapping[str, str]) -> None:
+    """Files of a package by their path in it, for tests of what is found there."""
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 def lines_of(path: Path) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.floors import FLOORS, ROOT, Arrow, Sources
+from tests.floors import FLOORS, ROOT, Arrow, Sources, write_package
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,7 @@ def test_what_is_never_imported_is_found(tmp_path: Path) -> None:
         "serving/app.py": "def f():\n    from still_export.models.load import x",
         "serving/vllm/model.py": "import still_export.models.load",
     }
-    for name, text in texts.items():
-        (tmp_path / "still_export" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "still_export" / name).write_text(text)
+    write_package(tmp_path / "still_export", texts)
     assert Sources(tmp_path / "still_export").never() == [
         Arrow("still_export.serving.app", "still_export.models.load"),
         Arrow("still_export.targets.lower", "still_export.runtime.base"),

@@ -15,7 +15,7 @@ import pytest
 from still_export.proof.op_sources import imports
 from still_graphs.ops import OPS
 from tests.floors import PACKAGES as PLACES
-from tests.floors import Arrow, Sources
+from tests.floors import Arrow, Sources, write_package
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -66,9 +66,7 @@ def test_a_circle_of_types_is_found(tmp_path: Path) -> None:
         "low/b.py": "if TYPE_CHECKING:\n    from p.above.a import Y",
         "low/c.py": "if TYPE_CHECKING:\n    import p.low.b",
     }
-    for name, text in texts.items():
-        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "p" / name).write_text(text)
+    write_package(tmp_path / "p", texts)
     sources = TypedSources(tmp_path / "p")
     sources.arrows.append(Arrow("p.above.a", "p.low.b"))  # `imports` knows the packages of this project alone
     assert sources.cycles() == [["p.above.a", "p.low.b"]] and sources.cycles(rooms=True) == [["above", "low"]]

@@ -311,8 +311,13 @@ def state_folder(folder: Path, **still: Any) -> Path:
     from tests.still_export.tiny import still_model
 
     shutil.rmtree(folder, ignore_errors=True)
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
-    sizes["max_position_embeddings"] = 1024
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+    }
     still_model("llama", torch.float32, sizes=sizes, chunk_size=32, **still).save_pretrained(folder)
     return folder
 

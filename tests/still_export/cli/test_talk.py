@@ -71,6 +71,13 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.here, keys.encode())
 
+    def end(self) -> None:
+        """Ctrl-D at the next prompt ends the talk."""
+        self.until("the answer ends")
+        self.until(PROMPT)
+        self.type("\x04")
+        assert self.process.wait(120) == 0
+
 
 def test_what_is_typed_during_an_answer_is_the_next_message(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, home=tmp_path)
@@ -85,10 +92,7 @@ def test_what_is_typed_during_an_answer_is_the_next_message(tmp_path: Path) -> N
     (tmp_path / "answered").touch()
     terminal.until("two w")
     terminal.type("ords\r")
-    terminal.until("the answer ends")
-    terminal.until(PROMPT)
-    terminal.type("\x04")
-    assert terminal.process.wait(120) == 0
+    terminal.end()
     assert (tmp_path / "asked").read_text() == '["one", "two words"]'
 
 
@@ -105,10 +109,7 @@ def test_a_refused_message_does_not_end_the_talk(tmp_path: Path) -> None:
     terminal.type("n\r")
     terminal.until(PROMPT)
     terminal.type("three\r")
-    terminal.until("the answer ends")
-    terminal.until(PROMPT)
-    terminal.type("\x04")
-    assert terminal.process.wait(120) == 0
+    terminal.end()
     assert (tmp_path / "asked").read_text() == '["too long", "full", "three"]'
 
 
