@@ -1,4 +1,4 @@
-"""What all tests share: those that need hardware which is absent say so, the longest come first, and a failed one says what repeats it."""
+"""What all tests share: those that need hardware which is absent say so, and a failed one says what repeats it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
-from tests import compiled, durations
-from tests.compiled import compiled_before
+from tests import durations
 from tests.plugins import builds
-
-__all__ = ["compiled_before"]
-
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton"))
 """What Triton compiled, by its sources: for all processes and later runs."""
@@ -29,19 +24,27 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Of runs of many tests."""
     durations.pytest_addoption(parser)
-    compiled.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure what tests take; know what compiled before."""
-    config.pluginmanager.register(durations.Durations())
-    config.pluginmanager.register(compiled.Compiled(config))
+    """Keep what tests take."""
+    config.pluginmanager.register(durations.Durations(config))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> Iterator[None]:
-    """Of tests of a file that need a GPU, or TensorRT, which is not here, keep the first, which says how many there are; sort."""
+    """Of tests of a file that need a GPU, or TensorRT, which is not here, keep the first, which says how many there are."""
     yield
+    if any(item.get_closest_marker(kind) for item in items for kind in ("gpu", "tensorrt")):
+        _leave_absent(items, config)
+    if config.getoption("fast"):
+        durations.leave_slow(items, config)
+
+
+def _leave_absent(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Mark tests as skipped whose hardware is not here, one a file; deselect the others."""
+    import torch
+
     cuda = torch.cuda.is_available()
     # TensorRT 8.6 has a Python of its own (tests/gpu/conftest.py).
     tensorrt = cuda and bool(os.environ.get("STILL_TENSORRT_ENV") or importlib.util.find_spec("tensorrt"))
@@ -57,9 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     left = {id(item) for _, *others in cannot.values() for item in others}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
     items[:] = [item for item in items if id(item) not in left]
-    if config.getoption("fast"):
-        durations.leave_slow(items, config)
-    durations.longest_first(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,82 +1,23 @@
-"""The arrows of the architecture: still_export -> still_kernels -> still_graphs, and what must load without what; circles of imports
-for type checkers. Other arrows inside still_export are in test_floors.py."""
+"""Which rooms import which (contracts in pyproject.toml), what must load without what, and who may name an op."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from functools import cached_property
 from pathlib import Path
 
 import pytest
 
-from still_export.proof.op_sources import imports
 from still_graphs.ops import OPS
-from tests.floors import PACKAGES as PLACES
-from tests.floors import Arrow, Sources, write_package
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {
-    "still_graphs": (ROOT / "graphs" / "still_graphs", {"torch", "tensorrt", "still_kernels", "still_export"}),
-    "still_kernels": (ROOT / "kernels" / "still_kernels", {"tensorrt", "still_export"}),
-}
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of what a file imports, inside functions too."""
-    return {name.partition(".")[0] for name in imports(path)}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_point_one_way(package: str) -> None:
-    folder, forbidden = PACKAGES[package]
-    wrong = {str(p.relative_to(ROOT)): found for p in folder.rglob("*.py") if (found := imported(p) & forbidden)}
-    assert not wrong
-
-
-class TypedSources(Sources):
-    """Sources whose arrows include imports under TYPE_CHECKING."""
-
-    @cached_property
-    def arrows(self) -> list[Arrow]:
-        found = set(super().arrows)
-        for module, path in self.files.items():
-            typed = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.If)]
-            for node in (inner for n in typed if "TYPE_CHECKING" in ast.dump(n.test) for inner in n.body):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    begin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                    others = {self._file(f"{begin}{alias.name}") for alias in node.names}
-                    found |= {Arrow(module, other) for other in others if other and other != module}
-        return sorted(found)
-
-
-@pytest.mark.parametrize("package", PLACES)
-def test_types_make_no_circle(package: str) -> None:
-    sources = TypedSources(ROOT / PLACES[package] / package)
-    assert not sources.cycles()
-    assert not sources.cycles(rooms=True)
-
-
-def test_a_circle_of_types_is_found(tmp_path: Path) -> None:
-    """The test above can fail."""
-    texts = {
-        "above/a.py": "from p.low.b import X",
-        "low/b.py": "if TYPE_CHECKING:\n    from p.above.a import Y",
-        "low/c.py": "if TYPE_CHECKING:\n    import p.low.b",
-    }
-    write_package(tmp_path / "p", texts)
-    sources = TypedSources(tmp_path / "p")
-    sources.arrows.append(Arrow("p.above.a", "p.low.b"))  # `imports` knows the packages of this project alone
-    assert sources.cycles() == [["p.above.a", "p.low.b"]] and sources.cycles(rooms=True) == [["above", "low"]]
-
-
-def test_runners_know_no_model_and_no_sibling_runtime() -> None:
-    runners = ROOT / "still_export" / "runtime"
-    for name in ("ort.py", "tensorrt.py"):
-        if (runners / name).exists():
-            assert not imported(runners / name) & {"torch", "transformers"}, name
+def test_imports_follow_the_contracts_of_pyproject() -> None:
+    """A forbidden import fails it: try `from still_export.cli import main` in still_export/errors.py."""
+    done = subprocess.run(["lint-imports", "--no-logo"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-800:]
 
 
 @pytest.mark.parametrize(

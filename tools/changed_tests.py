@@ -10,6 +10,7 @@ reached through modules that name them, C++ by all tests that build it, a page b
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -17,17 +18,30 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from still_export.proof.op_sources import imports
-
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"still_export": ".", "still_kernels": "kernels", "still_graphs": "graphs", "tests": ".", "tools": "."}
-ALL = ("pyproject.toml", "constraints.txt", "setup.py", "tests/conftest.py", "tests/durations.py")
+ALL = ("pyproject.toml", "constraints.txt", "setup.py", "tests/conftest.py")
 NATIVE = re.compile(r"\.(cpp|cc|h|inc|S|cmake|map)$|CMakeLists\.txt$")
 BUILDS = re.compile(r"\b(builds|library|kernels_cache)\b")
 """What a test names that builds C++: the module, or the fixtures of conftest.py."""
 MAKES_NAMES = re.compile(r"\bimport_module\((?!\")")
 BY_NAME = re.compile(r"(?:kernels/still_kernels|still_export/systems|graphs/still_graphs/functions)/(?!common/)(\w+)/")
 """Folders that registries find by their names."""
+
+
+def imports(path: Path, packages: Iterable[str]) -> Iterator[str]:
+    """Modules that a file imports, anywhere in it, or names in a whole string as "package.module" or "package.module:Name".
+
+    `from a import b` is "a.b", whatever b is.
+    """
+    named = re.compile(rf"({'|'.join(packages)})(\.\w+)+(:\w+)?")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and named.fullmatch(node.value):
+            yield node.value.partition(":")[0]
 
 
 class Reach:

@@ -2,16 +2,16 @@
 # Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast | --changed [BASE] | --all] [PYTEST ARGUMENTS]
 #
 #   (nothing)         what CI runs: all but what is marked long
-#   --fast            without what takes more than 0.15 seconds of a processor (tests/durations.json): 90 seconds on two quiet cores
+#   --fast            without what is marked slow or took more than 0.15 seconds in an earlier run on this machine
 #   --changed [BASE]  the test files that a change can reach (tools/changed_tests.py): since BASE, such as main, or not committed yet
-#   --all             with what is marked long (every architecture, 65,536 steps, fresh environments ...), and with all kernels compiled
-#                     that tests look at (tests/compiled.py)
+#   --all             with what is marked long (every architecture, 65,536 steps, fresh environments ...), and with all kernels
+#                     that tests look at
 set -euo pipefail
 kind=(-m "not long") changed=
 case ${1:-} in
     --fast) kind=(-m "not long" --fast); shift ;;
     --changed) changed=yes; shift; base=; case ${1:-} in ""|-*|*::*) ;; *) base=$1; shift ;; esac ;;
-    --all) kind=(--compile); shift ;;
+    --all) kind=(); shift ;;
 esac
 # The native kernel's tests wait for a compiler for two minutes of a processor, of which pip leaves one.
 beside="nlohmann-json pytest"
@@ -33,10 +33,10 @@ said=$(mktemp)
 { mypy && python -m tools.verdicts --old; } > "$said" 2>&1 &
 checking=$!
 trap 'kill $checking 2> /dev/null || true; rm -f "$said"' EXIT
-# Two processes of one thread each: the tests are many small calls. By file, the longest first (tests/durations.json): tests of one file
+# Two processes of one thread each: the tests are many small calls. By file: tests of one file
 # share what one of them computed.
 status=0
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} \
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} \
     ${files[@]+"${files[@]}"} "$@" || status=$?
 wait $checking || status=$?
 cat "$said"

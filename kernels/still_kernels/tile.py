@@ -17,8 +17,7 @@ def pow2(n: int) -> int:
 
 def for_two_programs(shared: int, dim: int, keys: int, stages: int) -> tuple[int, int]:
     """(keys per step, stages) of prompt attention with 64 queries in 16 bits, so that two programs fit on a multiprocessor with `shared`
-    bytes per block, as they do in registers. Three stages of 64 keys of 128 leave room for one. Computed, not measured
-    (docs/notebook/computed.md)."""
+    bytes per block, as they do in registers. Three stages of 64 keys of 128 leave room for one. Computed, not measured."""
     if dim != 128 or shared >= (200 << 10):
         return keys, stages
     return (min(keys, 32) if shared < (160 << 10) else keys), 2

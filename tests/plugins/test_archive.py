@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from still_export.targets.trt.plugins import PluginBuildError, pack_archive
-from tests.compiled import COMPILES_HYBRID, Before, inputs, sources
 from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 
@@ -18,15 +17,8 @@ SIZES = {"B": 2, "T": 300, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 64, "F": 128,
 
 
 @pytest.mark.slow
-def test_the_core_loads_what_was_compiled(
-    core: Core, recorder: Recorder, tmp_path: Path, compiled_before: Before
-) -> None:
+def test_the_core_loads_what_was_compiled(core: Core, recorder: Recorder, tmp_path: Path) -> None:
     variant = variants.Variant(dtype="float16", head_dim=64, feature_rows=64, count_dtype="int32")
-    compiled = [line for arch in (87, 90) for line in inputs("HybridAttention", variant, arch)]
-    if compiled_before(
-        compiled + sources(*COMPILES_HYBRID, "plugins", "tests/plugins", "still_export/targets/trt/plugins.py")
-    ):
-        return
     index = aot.write_archive(tmp_path / "aot", [87, 90], "HybridAttention", [variant])
     core.call("still_add_archive", str(pack_archive([tmp_path / "aot"], tmp_path / "kernels.bin")).encode())
     assert core.library.still_variant_count() == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -28,7 +27,6 @@ from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.states import State
-from tests.compiled import sources
 from tests.still_export import fake_tensorrt
 from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_graph, state_shape, state_type, states
 
@@ -99,13 +97,6 @@ def portable_package(options: ExportOptions, folder: Path, to: str) -> Package:
     write_programs(folder, ["ort"])
     write_manifest(folder, package.manifest)
     return open_package(folder)
-
-
-def rtx_inputs(package: Package) -> list[str]:
-    """All that TensorRT-RTX gets for an engine, and what asks it."""
-    lowered = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.path.glob("model.onnx*"))]
-    version = importlib.metadata.version("tensorrt_rtx_cu13_bindings")
-    return [f"TensorRT-RTX {version}", *lowered, *sources("still_export/targets/trt", "still_export/targets/trt_rtx")]
 
 
 def rtx_package(folder: Path, **options: Any) -> Package:

@@ -21,7 +21,6 @@ from still_kernels.hybrid_attention.plan import KERNELS as OP
 from still_kernels.hybrid_attention.plan.tiles import CLUSTERS, tile_table
 from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES
-from tests.compiled import Before, inputs
 
 STEPS = {f"decode_{blocks}" for blocks in CLUSTERS}
 """Of sm_90 alone, where there is NVRTC."""
@@ -99,21 +98,23 @@ def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
     assert files and all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
 
 
+FOLDS = {"dtype": "float16", "overflow": "fold_oldest", "gate": 0, "window_factor": 1}
+RELEASED = {"dtype": "float32", "saliency": "released_prefill"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
-def test_every_architecture(arch: str, tmp_path: Path, compiled_before: Before) -> None:
-    variants: list[dict] = [{}]
-    if arch in (
-        "sm_87",
-        "sm_90",
-        "sm_120",
-    ):  # an edge device, a server, the least shared memory; the others take as long
-        variants.append({"dtype": "float16", "overflow": "fold_oldest", "gate": 0, "window_factor": 1})
-    if arch in ("sm_87", "sm_120"):
-        variants.append({"dtype": "float32", "saliency": "released_prefill"})
-    each = (inputs("HybridAttention", Variant(**fields), aot.parse_arch(arch)) for fields in variants)
-    if not compiled_before([line for lines in each for line in lines]):
-        check_index(build(tmp_path / "out", arch, variants), tmp_path / "out")
+@pytest.mark.parametrize(
+    "arch, variants",
+    [
+        ("sm_90", [{}]),
+        *(pytest.param(a, [{}], marks=pytest.mark.long) for a in aot.ARCHS if a not in ("sm_87", "sm_90", "sm_120")),
+        pytest.param("sm_90", [FOLDS], marks=pytest.mark.long),
+        # An edge device, and the least shared memory.
+        *(pytest.param(a, [{}, FOLDS, RELEASED], marks=pytest.mark.long) for a in ("sm_87", "sm_120")),
+    ],
+)
+def test_every_architecture(arch: str, variants: list[dict], tmp_path: Path) -> None:
+    check_index(build(tmp_path / "out", arch, variants), tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -129,18 +130,18 @@ def test_every_architecture(arch: str, tmp_path: Path, compiled_before: Before) 
         pytest.param(
             {"feature_rows": 256, "chunk_size": 32, "head_dim": 64, "dtype": "float32"}, marks=pytest.mark.long
         ),
-        {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_oldest"},
+        pytest.param(
+            {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_oldest"},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()),
 )
 def test_the_largest_projections_fit(
-    arch: int, properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
+    arch: int, properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shared memory is known before LLVM optimizes and the assembler, which takes minutes for these, runs; too much is an error."""
     from triton.backends.nvidia import compiler
-
-    if compiled_before(inputs("HybridAttention", Variant(**properties), arch)):
-        return
 
     def no_ptx(self: object, source: str, metadata: dict, *_: object) -> str:
         (metadata["name"],) = re.findall(r"define [^@]*ptx_kernel [^@]*@(\w+)", source)
@@ -156,43 +157,24 @@ def test_the_largest_projections_fit(
     assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA), *STEPS, "unpack"} == set(KERNELS)
 
 
-@pytest.mark.slow
+GROUPS = {"dtype": "float16", "select_scope": "kv_group_max"}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "properties",
     [
         {},
-        pytest.param({"head_dim": 64, "feature_map": "softmax"}, marks=pytest.mark.slow),
-        pytest.param(
-            {
-                "feature_rows": 192,
-                "head_dim": 80,
-                "chunk_size": 128,
-                "dtype": "float16",
-                "select_scope": "kv_group_max",
-            },
-            marks=pytest.mark.long,  # sizes between the first and the last, which has this type and scope
-        ),
-        pytest.param(
-            {
-                "feature_rows": 129,
-                "head_dim": 96,
-                "chunk_size": 256,
-                "select_scope": "kv_group_max",
-                "dtype": "float16",
-            },
-            marks=pytest.mark.slow,
-        ),
+        {"head_dim": 64, "feature_map": "softmax"},
+        {"feature_rows": 192, "head_dim": 80, "chunk_size": 128, **GROUPS},
+        {"feature_rows": 129, "head_dim": 96, "chunk_size": 256, **GROUPS},
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()) or "default",
 )
-def test_the_largest_projections_assemble(
-    properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
-) -> None:
+def test_the_largest_projections_assemble(properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers are known to the assembler alone: a matrix instruction that needs more than decode may have is an error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     variant = Variant(**{"feature_rows": 256, **properties})
-    if compiled_before(inputs("HybridAttention", variant, 90, "decode")):
-        return
     _, cubins = aot.compile_variant("HybridAttention", variant, 90, "decode")
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 

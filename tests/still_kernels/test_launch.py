@@ -28,7 +28,6 @@ from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import BY_TMA
 from still_kernels.hybrid_attention.plan.tiles import CLUSTERS
 from still_kernels.registry import kernels_of, op_names
-from tests.compiled import COMPILES_HYBRID, Before, sources
 
 CPU = torch.device("cpu")
 
@@ -234,13 +233,9 @@ def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         replace(kernels, plan=replace(kernels.plan, key={"dtype": "dtype"})).check()
 
 
-@pytest.mark.slow
-def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Path, compiled_before: Before) -> None:
+@pytest.mark.long
+def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Path) -> None:
     tool = Path(__file__).parents[2] / "tools/compile_kernels.py"
-    if compiled_before(
-        sources(*COMPILES_HYBRID, "tools/compile_kernels.py", "tests/still_kernels/hybrid_attention/triton_cases.py")
-    ):
-        return
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(tool), "--jobs", "1", "packed, folding"],

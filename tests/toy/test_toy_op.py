@@ -20,10 +20,9 @@ from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.ops import OPS
-from tests.compiled import Before
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import graph_alone  # noqa: F401  (its op is registered in this process alone)
-from tests.still_export.packages import lower_package, portable_package, rtx_inputs
+from tests.still_export.packages import lower_package, portable_package
 from tests.still_export.tiny import VOCAB, still_model
 from tests.still_export.verbs import call
 from tests.toy.mixer import DecayMixer
@@ -92,12 +91,10 @@ def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs TensorRT-RTX")
-def test_tensorrt_rtx_builds_it(portable: Package, tmp_path: Path, compiled_before: Before) -> None:
+def test_tensorrt_rtx_builds_it(portable: Package, tmp_path: Path) -> None:
     folder = tmp_path / "rtx"
     folder.mkdir()
-    package = lower_package(portable, RtxOptions(prefill_tokens=32, archs=("sm_89",)), folder)
-    if compiled_before(rtx_inputs(package)):
-        return
+    lower_package(portable, RtxOptions(prefill_tokens=32, archs=("sm_89",)), folder)
     assert call("build", folder, "--quiet") == 0
     assert (folder / "engine-rtx.plan").stat().st_size > 10_000
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.attention.plan import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
-from tests.compiled import Before, inputs
 from tests.descriptors import descriptors, instructions
 
 
@@ -36,26 +35,22 @@ def test_one_architecture() -> None:
     assert counts["past_length"] == "i32"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
-def test_every_architecture(arch: str, compiled_before: Before) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("arch", aot.ARCHS)
+def test_every_architecture(arch: str) -> None:
     variants = [Variant()]
     if arch in ("sm_86", "sm_90"):  # the least shared memory, a server
         variants += [Variant("float32", 256), Variant("bfloat16", 256), Variant("float16", 128, cache="int8")]
     if arch == "sm_86":  # no larger than those
         variants += [Variant("float16", 64), Variant("float32", 128)]
-    if compiled_before([line for each in variants for line in inputs("Attention", each, aot.parse_arch(arch))]):
-        return
     for variant in variants:
         compiled(variant, aot.parse_arch(arch))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", (16, 24, 64, 80, 128, 256))
-def test_descriptors(dim: int, tmp_path: Path, compiled_before: Before) -> None:
+@pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.long) for dim in (16, 24, 64, 80, 256))])
+def test_descriptors(dim: int, tmp_path: Path) -> None:
     """What matrix instructions of sm_90 get from one assembler may be wrong: tests/descriptors.py."""
-    if compiled_before(inputs("Attention", Variant(head_dim=dim), 90)):
-        return
     entry, cubins = compiled(Variant(head_dim=dim), 90)
     kernel = entry["kernels"]["attend"]
     count, wrong = descriptors(instructions(cubins[kernel["cubin"]], tmp_path), kernel["shared_bytes"])

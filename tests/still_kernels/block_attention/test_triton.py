@@ -9,7 +9,6 @@ import torch
 
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES
-from tests.compiled import Before, inputs
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.block_attention.triton_cases")
@@ -38,13 +37,11 @@ def test_gpu_published_sizes(dtype: torch.dtype) -> None:
     "arch", [86, pytest.param(90, marks=pytest.mark.long), pytest.param(120, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("op", OPS)
-def test_ahead_of_time(op: str, arch: int, monkeypatch: pytest.MonkeyPatch, compiled_before: Before) -> None:
+def test_ahead_of_time(op: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from still_kernels import aot
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     kernels = kernels_of(op)
-    if compiled_before(inputs(op, kernels.variant(), arch)):
-        return
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TRITON_CACHE_DIR", folder)
         entry, _ = aot.compile_variant(op, kernels.variant(), arch)

@@ -17,7 +17,6 @@ from still_kernels import aot
 from still_kernels.hybrid_attention import plan as variants
 from still_kernels.hybrid_attention.plan.tiles import tile_table
 from still_kernels.tile import TileTable, changed
-from tests.compiled import Before, inputs
 from tests.descriptors import descriptors, instructions
 
 LLAMA: dict[str, Any] = {"head_dim": 128, "feature_rows": 128}
@@ -36,15 +35,6 @@ def set_to(kernel: str, **setting: int) -> Iterator[None]:
         yield
 
 
-def asked(variant: variants.Variant, kernels: tuple[str, ...], **setting: int) -> list[str]:
-    """What `kernel_descriptors` compiles."""
-    found = list[str]()
-    for kernel in kernels:
-        with set_to(kernel, **setting):
-            found += inputs("HybridAttention", variant, 90, kernel)
-    return found
-
-
 def kernel_descriptors(
     variant: variants.Variant, kernels: tuple[str, ...], folder: Path, **setting: int
 ) -> dict[str, tuple[int, list[str]]]:
@@ -58,12 +48,11 @@ def kernel_descriptors(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(triton.knobs.nvidia.ptxas.version != "12.8", reason="needs the ptxas that errs")
-def test_wrong_descriptors_are_found(tmp_path: Path, compiled_before: Before) -> None:
+def test_wrong_descriptors_are_found(tmp_path: Path) -> None:
     """What this assembler makes of linear with one stage, which no table has where rows are 64 (`misfit`)."""
     variant, setting = variants.Variant(**LLAMA), {"STAGES": 1, "num_stages": 1}
-    if compiled_before(asked(variant, ("linear",), **setting)):
-        return
     _, wrong = kernel_descriptors(variant, ("linear",), tmp_path, **setting)["linear"]
     assert len(wrong) > 10
 
@@ -78,10 +67,8 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
             {"dtype": dtype, "head_dim": dim, "feature_rows": dim, **more},
             # In float32, or with heads of 256, the others have no descriptors.
             ("attend", "decode") if not more and (dtype, dim) in (("float32", 128), ("bfloat16", 256)) else MATRIX,
-            # float16 has bfloat16's layouts; 80 and 96, of two widths, take half a minute each.
-            marks=[pytest.mark.slow, pytest.mark.long]
-            if more or dtype == "float16" or dim in (80, 96) or (dim != 128 and dtype == "float32")
-            else pytest.mark.slow,
+            # What the archive has by default, in every run; the others take up to half a minute each.
+            marks=pytest.mark.slow if (dtype, dim, more) == ("bfloat16", 128, {}) else pytest.mark.long,
         )
         for dtype in ("bfloat16", "float16", "float32")
         for dim in (64, 80, 96, 128, 256)
@@ -89,16 +76,14 @@ MATRIX = ("score", "features", "scan", "linear", "attend", "decode")
     ],
     ids=str,
 )
-def test_descriptors(size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path, compiled_before: Before) -> None:
-    if compiled_before(asked(variants.Variant(**size), kernels)):
-        return
+def test_descriptors(size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path) -> None:
     found = kernel_descriptors(variants.Variant(**size), kernels, tmp_path)
     assert {kernel: wrong for kernel, (_, wrong) in found.items() if wrong} == {}
     few = kernels == MATRIX and (size["head_dim"] > 128 or size["dtype"] == "float32")
     assert few or min(count for count, _ in found.values()) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "kernels"),
     [
@@ -108,12 +93,8 @@ def test_descriptors(size: dict[str, Any], kernels: tuple[str, ...], tmp_path: P
     ],
     ids=str,
 )
-def test_descriptors_of_what_copies_by_tma(
-    size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path, compiled_before: Before
-) -> None:
+def test_descriptors_of_what_copies_by_tma(size: dict[str, Any], kernels: tuple[str, ...], tmp_path: Path) -> None:
     """scan_tma with a product of its own for values of the ring had six that nothing had computed."""
-    if compiled_before(asked(variants.Variant(**size), kernels)):
-        return
     found = kernel_descriptors(variants.Variant(**size), kernels, tmp_path)
     assert {kernel: wrong for kernel, (_, wrong) in found.items() if wrong} == {}
     assert min(count for count, _ in found.values()) > 0

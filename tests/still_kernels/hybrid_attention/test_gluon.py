@@ -19,7 +19,6 @@ from still_kernels import aot
 from still_kernels.hybrid_attention.plan import KERNELS, Variant
 from still_kernels.hybrid_attention.sm90.gluon_attend import attend_tma_kernel
 from still_kernels.tile import SHARED_BYTES
-from tests.compiled import Before, given, inputs
 from tests.machine_code import disassembly, inner_loops, lines
 
 LLAMA: dict[str, Any] = {
@@ -82,24 +81,21 @@ def complaints(ptx: str, folder: Path) -> list[str]:
     [
         {},
         *(
-            pytest.param(kind, marks=[pytest.mark.slow, *more])
-            for kind, more in (
-                # fp16 and pages in one: each alone is less
-                ({"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32", "PAGES": (1 << 20, 73, 5, 8, 128)}, []),
-                ({"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32"}, [pytest.mark.long]),
-                ({"RAGGED": 1, "COUNTS": "i32", "PAGES": (1 << 20, 73, 5, 8, 128)}, [pytest.mark.long]),
-                ({"D": 64}, [pytest.mark.long]),
-                ({"D": 64, "DTYPE": "fp16", "GATE": 0, "FACTOR": 1, "RAGGED": 1}, [pytest.mark.long]),
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in (
+                {"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32", "PAGES": (1 << 20, 73, 5, 8, 128)},
+                {"DTYPE": "fp16", "RAGGED": 1, "COUNTS": "i32"},
+                {"RAGGED": 1, "COUNTS": "i32", "PAGES": (1 << 20, 73, 5, 8, 128)},
+                {"D": 64},
+                {"D": 64, "DTYPE": "fp16", "GATE": 0, "FACTOR": 1, "RAGGED": 1},
             )
         ),
     ],
     ids=str,
 )
-def test_products_run_beside_the_softmax(kind: dict[str, Any], tmp_path: Path, compiled_before: Before) -> None:
+def test_products_run_beside_the_softmax(kind: dict[str, Any], tmp_path: Path) -> None:
     """No matrix instruction waits for the one before it (C7511 and its like), nothing is spilled in the loop over the cache."""
     source = source_of(**kind)
-    if compiled_before([given(source.fn, source.signature, source.constants)]):
-        return
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert kernel.metadata.shared <= SHARED_BYTES[90]
     assert (kernel.metadata.global_scratch_size, kernel.metadata.profile_scratch_size) == (0, 0)
@@ -121,11 +117,9 @@ def test_products_run_beside_the_softmax(kind: dict[str, Any], tmp_path: Path, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "products"), [("scan_tma", 16), ("linear_tma", 68)])
-def test_the_rest_of_prefill(kernel: str, products: int, tmp_path: Path, compiled_before: Before) -> None:
+def test_the_rest_of_prefill(kernel: str, products: int, tmp_path: Path) -> None:
     """No matrix instruction waits for the one before it, accumulators stay in registers, what is written is there before it is read."""
     variant = Variant()
-    if compiled_before(inputs("HybridAttention", variant, 90, kernel)):
-        return
     build = KERNELS.build(variant, 90)
     tile, function = build.tiles[kernel], KERNELS.functions()[kernel]
     signature, values = aot.signature_of(function, KERNELS, variant, tile, build)

@@ -23,7 +23,6 @@ from triton.compiler import ASTSource
 from still_kernels import aot
 from still_kernels.common.triton_shared import rounded
 from still_kernels.hybrid_attention.plan import Variant
-from tests.compiled import Before, inputs
 from tests.machine_code import disassembly
 
 REACH = 200  # instructions between the parts of a sum
@@ -75,14 +74,16 @@ SMALL: dict[str, Any] = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32}
 
 @pytest.mark.parametrize(
     ("size", "scope"),
-    [(SMALL, "q_head"), pytest.param(LLAMA, "kv_group_max", marks=pytest.mark.slow)]
-    # Each has its size and its scope in common with one of those.
-    + [pytest.param(*case, marks=pytest.mark.long) for case in ((SMALL, "kv_group_max"), (LLAMA, "q_head"))],
+    [
+        (SMALL, "q_head"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((LLAMA, "kv_group_max"), (SMALL, "kv_group_max"), (LLAMA, "q_head"))
+        ),
+    ],
 )
-def test_lanes_of_decode_agree(size: dict[str, Any], scope: str, tmp_path: Path, compiled_before: Before) -> None:
+def test_lanes_of_decode_agree(size: dict[str, Any], scope: str, tmp_path: Path) -> None:
     variant = Variant(**size, select_scope=scope)
-    if compiled_before(inputs("HybridAttention", variant, 90, "decode")):
-        return
     _, cubins = aot.compile_variant("HybridAttention", variant, 90, "decode")
     for cubin in cubins.values():
         assert disagreeing_sums(instructions(cubin, tmp_path)) == []

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES, changed
-from tests.compiled import Before, inputs
 from tests.descriptors import descriptors, instructions
 from tools.kernels.ops.linear_attention import STEPS, misfit
 
@@ -62,13 +61,9 @@ def variant_of(op: str, **fields: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 @pytest.mark.parametrize("op", ["LinearAttention", "CausalConv"])
-def test_one_variant(
-    op: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
-) -> None:
+def test_one_variant(op: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"head_dim": 64, "value_dim": 64} if op == "LinearAttention" else {}
     variant = variant_of(op, count_dtype="int32", **small)
-    if compiled_before(inputs(op, variant, arch)):
-        return
     entry, cubins = compiled(op, variant, arch, tmp_path, monkeypatch)
     if arch == 90 and op == "LinearAttention":
         assert not faults(entry, cubins, tmp_path)

@@ -38,10 +38,9 @@ from still_export.runtime.ort import OrtModel
 from still_export.targets.export import plan_job
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
-from tests.compiled import Before
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
-from tests.still_export.packages import lower_package, needs_rtx, rtx_inputs, trt_package
+from tests.still_export.packages import lower_package, needs_rtx, trt_package
 from tests.still_export.tiny import MIXED, VOCAB
 from tests.still_export.verbs import call
 from tests.still_graphs.protos import attribute, opset_version
@@ -231,7 +230,7 @@ def test_the_graph_computes_with_the_weights_that_it_holds(portable: Package) ->
 @pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("portable", [INT4, *RTX], indirect=True, ids=str)
-def test_tensorrt_rtx_builds_quantized_weights(portable: Package, tmp_path: Path, compiled_before: Before) -> None:
+def test_tensorrt_rtx_builds_quantized_weights(portable: Package, tmp_path: Path) -> None:
     (tmp_path / "rtx").mkdir()
     trt = RtxOptions(prefill_tokens=32, archs=("sm_89",))
     package = lower_package(portable, trt, tmp_path / "rtx")
@@ -239,8 +238,6 @@ def test_tensorrt_rtx_builds_quantized_weights(portable: Package, tmp_path: Path
     assert len(codes(graph)) == sum(n.op_type == "DequantizeLinear" for n in graph.node) > 8
     blocks = {attribute(n, "block_size") for n in graph.node if n.op_type == "DequantizeLinear"}
     assert blocks in ({64, None}, {32})
-    if compiled_before(rtx_inputs(package)):
-        return
     (engine,) = build_engines(package)
     assert engine.stat().st_size > 10_000
 
