@@ -1,11 +1,172 @@
-"""A package in one call."""
+"""The verbs as functions: options are keyword arguments, named as the verb's flags."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from still_export.errors import unknown
 from still_export.loading.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from still_export.evaluation.bench import Measurement
+    from still_export.evaluation.evaluate import Evaluation
+    from still_export.evaluation.prove import Proven
+    from still_export.package.folder import Package
+    from still_export.proof.package import VerifyResult
+
+Options = TypeVar("Options")
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    *,
+    to: str = "onnx",
+    force: bool = False,
+    dump_dir: Path | None = None,
+    **options: Any,
+) -> Package:
+    """Export a model to the package of a target.
+
+        still_export.export("MODEL", "DIR", to="trt", dtype="float16")
+
+    Args:
+        model: Folder, GGUF file or hub id.
+        output: The package folder; it appears only once it is complete.
+        to: Target named as in `--to`, or a record's name.
+        force: Replace `output`.
+        dump_dir: Folder for the graph after each step, without weights.
+        options: Flags of `still-export export`, such as `quantize="int4"` or `capacity_tokens=4096`.
+
+    Raises:
+        ConfigError: An option is unknown, or not one of the target.
+        StillExportError: The model cannot be read or exported, or the package cannot be written.
+    """
+    from still_export.graph.options import ExportOptions
+    from still_export.mixers.choices import StillChoices
+    from still_export.options import names_of
+    from still_export.targets import export as targets_export
+    from still_export.targets.registry import TARGETS
+
+    _demand_known(
+        options, {*names_of(ExportOptions), *names_of(StillChoices), *(flag for t in TARGETS for flag in t.flags)}
+    )
+    job = targets_export.plan_job(to, {**options, "model": str(model)})
+    return targets_export.export(
+        job.export_options, output, to=job.to, options=job.options, force=force, dump_dir=dump_dir
+    )
+
+
+def lower(
+    package: str | Path, to: str, output: str | Path, *, dtype: str | None = None, force: bool = False, **options: Any
+) -> Package:
+    """Lower a portable package to another target; bits and capacity stay as exported.
+
+    Args:
+        to: Target named as in `--to`, or a record's name, such as trt8.
+        dtype: float16 or bfloat16, for a package in float32; None: unchanged.
+        force: Replace `output`.
+        options: Flags of the target.
+
+    Raises:
+        ConfigError: An option is unknown, or not one of the target.
+        StillExportError: The package is not portable, the target does not support it, or a tool is missing.
+    """
+    from still_export.targets import lower as targets_lower
+    from still_export.targets.registry import targets_of
+
+    chosen = targets_of(to)[0]
+    _demand_known(options, chosen.flags)
+    return targets_lower.lower(package, to, output, options=chosen.options(**options), dtype=dtype, force=force)
+
+
+def verify(package: str | Path, *, output: Path | None = None, **options: Any) -> VerifyResult:
+    """Compare a package with PyTorch.
+
+        assert still_export.verify("DIR", lengths=(1, 65)).passed
+
+    Args:
+        output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
+        options: Fields of VerifyOptions: the flags of `still-export verify`.
+
+    Raises:
+        ConfigError: An option is unknown, or does not fit the package.
+        PackageError: The package is damaged, has no engine yet, or does not run here.
+        ModelNotFoundError: The model that it was exported from is not there.
+    """
+    from still_export.proof import package as proof
+
+    return proof.verify(package, _options(proof.VerifyOptions, options), output)
+
+
+def bench(
+    package: str | Path, *, progress: Callable[[str], None] = lambda done: None, **options: Any
+) -> list[Measurement]:
+    """Measure prefill, decode and peak memory of a package by context length, each in its own process.
+
+    Args:
+        progress: Called with each finished length.
+        options: Fields of BenchOptions: the flags of `still-export bench`.
+
+    Returns:
+        One measurement per length, in seconds, milliseconds and MB.
+
+    Raises:
+        ConfigError: An option is unknown, or a length does not fit.
+    """
+    from still_export.evaluation import bench as measuring
+
+    return measuring.bench(package, _options(measuring.BenchOptions, options), progress)
+
+
+def prove(package: str | Path, *, progress: Callable[[str], None] = lambda done: None, **options: Any) -> Proven:
+    """Build, verify and measure a package as far as this machine can.
+
+    Args:
+        options: Fields of ProveOptions: the flags of `still-export prove`.
+
+    Raises:
+        ConfigError: An option is unknown, or the project has no runtime for this target.
+        PackageError: The package is damaged or does not run here.
+    """
+    from still_export.evaluation import prove as proving
+
+    return proving.prove(package, _options(proving.ProveOptions, options), progress)
+
+
+def evaluate(models: Sequence[str | Path], *, output: Path | None = None, **options: Any) -> Evaluation:
+    """Measure models: bits per byte, retrieval; for packages also size, memory and speed.
+
+    Args:
+        models: Folders of models, packages, and addresses of servers.
+        output: Folder of results; None: none.
+        options: Fields of EvaluationOptions: the flags of `still-export evaluate`.
+
+    Raises:
+        ConfigError: An option is unknown, or does not fit a model.
+    """
+    from still_export.evaluation.evaluate import EvaluationOptions
+    from still_export.evaluation.models import evaluate as measure
+
+    return measure(models, _options(EvaluationOptions, options), output)
+
+
+def _options(kind: Callable[..., Options], values: Mapping[str, Any]) -> Options:
+    """Options of a verb from keyword arguments."""
+    from dataclasses import fields
+
+    _demand_known(values, [field.name for field in fields(kind)])  # type: ignore[arg-type]
+    return kind(**values)
+
+
+def _demand_known(values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ConfigError for an argument that is no option."""
+    names = sorted(known)
+    for name in values:
+        if name not in names:
+            raise unknown(name, names, f"the option {name}")
 
 
 def load(

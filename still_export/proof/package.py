@@ -76,6 +76,11 @@ class VerifyResult:
     subject: Subject
     loss: QuantizationLoss | None = None
 
+    @property
+    def passed(self) -> bool:
+        """Whether the package computes what PyTorch computes."""
+        return self.report.passed
+
     def to_dict(self) -> dict[str, Any]:
         return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -343,3 +343,29 @@ def test_a_package_without_tokenizer_answers_in_ids(
     assert bare.generate([5, 6, 7], max_tokens=3).text.split() == [
         str(t) for t in bare.generate([5, 6, 7], max_tokens=3).tokens
     ]
+
+
+def test_verbs_are_functions_of_their_flags(tmp_path: Path) -> None:
+    package = still_export.export(SMALL, tmp_path / "package", dtype="float32", capacity_tokens=300, native=False)
+    assert package.manifest["capacity"]["capacity_tokens"] == 300
+    assert still_export.verify(package.path, quick=True).passed
+    lowered = still_export.lower(package.path, "web", tmp_path / "web")
+    assert lowered.manifest["target"] == "web"
+    (measured,) = still_export.bench(package.path, lengths=(40,), steps=2)
+    assert measured.length == 40
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: still_export.export(SMALL, folder / "x", quantise="int4"),
+        lambda folder: still_export.export(SMALL, folder / "x", strip_weights=True),  # of engines
+        lambda folder: still_export.lower(folder, "web", folder / "x", quantize="int4"),
+        lambda folder: still_export.verify(folder, length=(1,)),
+        lambda folder: still_export.bench(folder, tokens=3),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused(call: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        call(tmp_path)
+    assert not list(tmp_path.iterdir())
