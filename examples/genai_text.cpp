@@ -36,6 +36,7 @@ void check(Result* failed) {
 
 int main(int argc, char** argv) {
     if (argc != 4) return std::fprintf(stderr, "usage: text PACKAGE TOKENS PROMPT\n"), 2;
+    setenv("ORT_DISABLE_TELEMETRY", "1", 0);
     Model* model;
     Tokenizer* tokenizer;
     Stream* stream;

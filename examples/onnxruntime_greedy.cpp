@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -16,6 +17,7 @@ int main(int argc, char** argv) {
     std::vector<int64_t> ids;
     for (int i = 3; i < argc; ++i) ids.push_back(std::stoll(argv[i]));
 
+    setenv("ORT_DISABLE_TELEMETRY", "1", 0);
     Ort::Env env;
     Ort::SessionOptions options;
     std::string const folder = argv[1], kernels = std::filesystem::absolute(folder + "/libstill_onnxruntime.so");

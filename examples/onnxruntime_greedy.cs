@@ -1,6 +1,6 @@
 // Token ids from a package by plain ONNX Runtime: greedy, state by value, with the package's kernels.
 //   dotnet add package Microsoft.ML.OnnxRuntime
-//   dotnet run -- DIR 20 5 6 7 8
+//   ORT_DISABLE_TELEMETRY=1 dotnet run -- DIR 20 5 6 7 8
 using System;
 using System.Collections.Generic;
 using System.IO;

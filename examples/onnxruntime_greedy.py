@@ -2,8 +2,11 @@
 # with --in-place in one buffer, which saves its copies.
 #   python examples/onnxruntime_greedy.py DIR 20 5 6 7 8 --in-place
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported
 
 import numpy as np
 import onnxruntime

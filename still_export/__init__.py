@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from still_export.auto_classes import register_when_needed
+from still_export.package import telemetry as telemetry
 from still_export.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -30,7 +30,10 @@ SHARED = (
     ),
     "program",
 )
-CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")
+CHECKS = (
+    *("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format"),
+    "telemetry",
+)
 RUNNERS = {
     "ort": ("head", "ort_bindings", "ort_replay", "ort_session", "ort_states"),
     "tensorrt": ("trt_engine", "cuda_driver"),

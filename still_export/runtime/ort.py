@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from still_export.package import telemetry as telemetry
 from still_export.package.files import FOLD, HEAD, MODEL, Hashing, OpenFiles
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.decoding import Guess
