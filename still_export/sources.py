@@ -28,6 +28,14 @@ from still_export.package.files import MANIFEST
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize accepts them."""
 
+GGUF_SOFTMAX = {
+    **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3")},
+    "mistral3": "mistral",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
+"""Their model_type by general.architecture of GGUF files."""
+
 COMPANION_FILES = {
     "mamba_config.json": ("mambainllama", ("llama", "mistral")),
     "hybrid_config.json": ("zebra_llama", ("llama",)),
@@ -35,6 +43,10 @@ COMPANION_FILES = {
 """Files next to the config.json of a model that other programs linearized: prefix of the new model_type, and model_types before."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
+_MOST_GGUF_HEADER = 16 << 20
+_GGUF_TEXT, _GGUF_ARRAY = 8, 9
+_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value, by GGUF's code of its type."""
 _MAPS = ("feature_map_", "window_factors")
 """Parts of tensor names that only linearized models have."""
 _SPECIAL = {
@@ -113,7 +125,10 @@ def look(source: str | Path) -> Found:
     if path is None:
         return Found(Path(source), "hub")
     if path.is_file():
-        return Found(path, "model", _gguf_family(path)) if path.suffix == ".gguf" else Found(path, "none")
+        if path.suffix != ".gguf":
+            return Found(path, "none")
+        architecture = gguf_architecture(path)
+        return Found(path, "model", GGUF_SOFTMAX.get(architecture, architecture))
     if "format_version" in _object(path / MANIFEST):
         return Found(path, "package")
     if (path / "config.json").is_file():
@@ -141,9 +156,11 @@ def demand_package(path: Path, verb: str) -> None:
         raise PackageError(
             f"{path} does not exist. {verb} needs a package. Make one: still-export MODEL --to onnx -o {shlex.quote(str(path))}"
         )
-    if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
-        return
     found = look(path)
+    if found.kind == "model" and verb != "inspect" and _is_plain_softmax(found):
+        raise _not_linearized(str(path), found.model_type)
+    if verb in GGUF_VERBS and found.kind == "model" and path.is_file():
+        return
     to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")
     if found.kind == "none" and not (path / MANIFEST).exists():
         what = (
@@ -208,14 +225,23 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
                 f"{source} is a {found.model_type} model, and {verb} needs a softmax model: {', '.join(SOFTMAX)}. If its layers are linear "
                 f"already, export it directly: still-export {quoted} --to onnx -o PACKAGE"
             )
-    elif verb == "export" and not (overlays or untrained) and found.model_type in SOFTMAX and _has_no_maps(found.path):
-        raise NotLinearizedError(
-            f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. Linearize it "
-            f"first: still-export linearize {quoted} -o LINEAR; or add an adapter: still-export {quoted} --overlay ADAPTER -o DIR; or add "
-            "--attach-untrained, for untrained STILL attention, whose answers are the base model's only within the first two chunks "
-            "(128 tokens)."
-        )
+    elif verb == "export" and not (overlays or untrained) and _is_plain_softmax(found):
+        raise _not_linearized(source, found.model_type)
     return found
+
+
+def _is_plain_softmax(found: Found) -> bool:
+    return found.model_type in SOFTMAX and _has_no_maps(found.path)
+
+
+def _not_linearized(source: str, model_type: str) -> NotLinearizedError:
+    quoted = shlex.quote(source)
+    return NotLinearizedError(
+        f"{source} is a plain softmax {model_type} model, which this program does not run as it is; llama.cpp and transformers do. "
+        f"Linearize it, which trains: still-export linearize {quoted} -o LINEAR, then: still-export LINEAR --to onnx -o PACKAGE; or add an "
+        f"adapter that was trained before: still-export {quoted} --overlay ADAPTER --to onnx -o PACKAGE. In the adapter's place "
+        "--attach-untrained measures speed; its answers are the base model's only within the first two chunks (128 tokens)."
+    )
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -227,19 +253,47 @@ def _object(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _gguf_family(path: Path) -> str:
-    """general.architecture of a GGUF file if it is the first entry, as in files of llama.cpp's converter; else ""."""
+def gguf_architecture(path: Path) -> str:
+    """general.architecture of a GGUF file, wherever it lies in the header; "" if it cannot be read, which the file's reader reports."""
     with path.open("rb") as file:
-        head = file.read(256)
-    key = b"general.architecture"
+        head = file.read(_MOST_GGUF_HEADER)
+    at = 24
+
+    def value(form: str) -> int:
+        nonlocal at
+        (found,) = struct.unpack_from(form, head, at)
+        at += struct.calcsize(form)
+        return int(found)
+
+    def text() -> bytes:
+        nonlocal at
+        size = value("<Q")
+        at += size
+        return head[at - size : at]
+
+    def skip(kind: int) -> None:
+        nonlocal at
+        if kind == _GGUF_TEXT:
+            text()
+        elif kind == _GGUF_ARRAY:
+            kind, count = value("<I"), value("<Q")
+            if kind in (_GGUF_TEXT, _GGUF_ARRAY):
+                for _ in range(count):
+                    skip(kind)
+            else:
+                at += count * _GGUF_SIZES[kind]
+        else:
+            at += _GGUF_SIZES[kind]
+
     try:
-        (length,) = struct.unpack_from("<Q", head, 24)
-        kind, size = struct.unpack_from("<IQ", head, 32 + length)
-    except struct.error:
-        return ""
-    begin = 44 + length
-    known = head[:4] == b"GGUF" and head[32 : 32 + length] == key and kind == 8 and size <= len(head) - begin
-    return head[begin : begin + size].decode("utf-8", "replace") if known else ""
+        for _ in range(struct.unpack_from("<Q", head, 16)[0] if head[:4] == b"GGUF" else 0):
+            key, kind = text(), value("<I")
+            if key == b"general.architecture" and kind == _GGUF_TEXT:
+                return text().decode("utf-8", "replace")
+            skip(kind)
+    except (struct.error, KeyError, OverflowError, RecursionError):
+        pass
+    return ""
 
 
 def _has_no_maps(path: Path) -> bool:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from still_export.cli.output import Output, command_line
+from still_export.sources import demand_package, gguf_architecture
 
 
 def package_of(path: Path, out: Output) -> Path:
@@ -19,13 +20,19 @@ def package_of(path: Path, out: Output) -> Path:
     """
     if path.suffix != ".gguf" or not path.is_file():
         return path
+    demand_package(path, "run")
+    from still_export.gguf.architectures import find_architecture
+
+    if architecture := gguf_architecture(
+        path
+    ):  # before PyTorch is imported and the tokenizer is read, which take seconds
+        find_architecture(path, architecture)
     from still_export import __version__
     from still_export.errors import PackageError
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
     from still_export.graph.options import ExportOptions
     from still_export.package.folder import open_package
-    from still_export.sources import demand_model
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
 
@@ -42,7 +49,6 @@ def package_of(path: Path, out: Output) -> Path:
         except PackageError as error:
             out.log(f"{error} It is exported again.")
             shutil.rmtree(folder)
-    demand_model(str(path), "export")
     out.log(f"exporting {path} to {folder}, once")
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = ExportOptions(str(path), quantize=quantize_policy(file))

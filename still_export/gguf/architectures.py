@@ -98,6 +98,20 @@ ROPE_TABLE = "rope_freqs.weight"
 """The tensor's numbers are part of the configuration."""
 
 
+def find_architecture(path: Path, name: str) -> Architecture:
+    """The architecture called `name` in the file `path`.
+
+    Raises:
+        UnsupportedModelError: It is not supported.
+    """
+    if (found := ARCHITECTURES.get(name)) is None:
+        raise UnsupportedModelError(
+            f"{path} has architecture {name!r}; supported GGUF architectures: {', '.join(ARCHITECTURES)}. "
+            "Use the model's Hugging Face folder if its family is covered, or another program, such as llama.cpp."
+        )
+    return found
+
+
 def read_config(path: Path) -> tuple[View, Architecture, Config]:
     """Returns (file, architecture, values of config.json including `model_type`).
 
@@ -106,12 +120,7 @@ def read_config(path: Path) -> tuple[View, Architecture, Config]:
         UnsupportedModelError: Its architecture, or a key that changes numbers, is not supported.
     """
     file = open_gguf(path)
-    architecture = ARCHITECTURES.get(file.architecture)
-    if architecture is None:
-        raise UnsupportedModelError(
-            f"{path} has architecture {file.architecture!r}; supported GGUF architectures: {', '.join(ARCHITECTURES)}. "
-            "Use the model's Hugging Face folder if its family is covered."
-        )
+    architecture = find_architecture(path, file.architecture)
     view = View(file)
     config = architecture.config(view)
     _refuse_unread(view)

@@ -16,7 +16,8 @@ import pytest
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from still_export.folders.model import check_family, check_model, check_overlay, resolve_source
-from still_export.sources import GGUF_VERBS, SOFTMAX, demand_package, local, look
+from still_export.gguf import softmax as architectures
+from still_export.sources import GGUF_SOFTMAX, GGUF_VERBS, SOFTMAX, demand_package, gguf_architecture, local, look
 
 FIRST_LOOKS = """
 import contextlib, io, json, sys, time
@@ -44,6 +45,35 @@ def header(path: Path, *names: str) -> None:
     path.write_bytes(struct.pack("<Q", len(content)) + content)
 
 
+def gguf_text(content: bytes) -> bytes:
+    """A text as GGUF has it."""
+    return struct.pack("<Q", len(content)) + content
+
+
+MANY_KEYS = (
+    gguf_text(b"general.file_type") + struct.pack("<II", 4, 15),
+    gguf_text(b"some.floats") + struct.pack("<IIQdd", 9, 12, 2, 1.0, 2.0),
+    gguf_text(b"tokenizer.ggml.tokens")
+    + struct.pack("<IIQ", 9, 8, 3)
+    + gguf_text(b"a")
+    + gguf_text(b"")
+    + gguf_text(b"ccc"),
+    gguf_text(b"nested")
+    + struct.pack("<IIQ", 9, 9, 2)
+    + struct.pack("<IQBB", 7, 2, 0, 1)
+    + struct.pack("<IQ", 8, 1)
+    + gguf_text(b"x"),
+)
+GGUF_FILES = {
+    "model.gguf": (b"llama", ()),
+    "late.gguf": (b"qwen3moe", MANY_KEYS),
+    "linear.gguf": (b"lfm2", MANY_KEYS),
+    "unknown.gguf": (b"bert", ()),
+}
+"""Architectures, and the keys before them."""
+GGUF_SOFTMAX_FILES = ("model.gguf", "late.gguf")
+
+
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of each kind."""
@@ -56,7 +86,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).mkdir()
         (here / name / "config.json").write_text(json.dumps({"model_type": model_type}))
         header(here / name / "model.safetensors", tensor)
-    for name, file, text in (
+    for name, file, content in (
         ("empty", "", ""),
         ("text", "notes.txt", "hello"),
         ("cut", "config.json", '{"model_type": "lla'),
@@ -70,24 +100,26 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         (here / name).mkdir()
         if file:
-            (here / name / file).write_text(text)
+            (here / name / file).write_text(content)
     (here / "pickled" / "config.json").write_text('{"model_type": "rwkv7"}')
     (here / "adapter").mkdir()
     (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "maker/base"}))
     (here / "package").mkdir()
     manifest = {"format_version": 2, "config": {"model": "/of/the model"}}
     (here / "package" / "manifest.json").write_text(json.dumps(manifest))
-    name, value = b"general.architecture", b"llama"
-    entry = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value)) + value
-    (here / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    for name, (architecture, before) in GGUF_FILES.items():
+        entries = [*before, gguf_text(b"general.architecture") + struct.pack("<I", 8) + gguf_text(architecture)]
+        (here / name).write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries))
     return here
 
 
 PAIRS = [
-    *((verb, kind, f"still-export {verb} {kind}-package") for verb in PACKAGE_VERBS for kind in ("softmax", "linear", "still")),
+    *((verb, kind, f"still-export {verb} {kind}-package") for verb in PACKAGE_VERBS for kind in ("linear", "still")),
+    *((verb, kind, "still-export linearize {here}/" + kind) for verb in PACKAGE_VERBS for kind in ("softmax", *GGUF_SOFTMAX_FILES)),
     *((verb, "adapter", "still-export maker/base") for verb in PACKAGE_VERBS),
     *((verb, "adapter", "--overlay {here}/adapter") for verb in PACKAGE_VERBS),
-    *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS if verb not in GGUF_VERBS),
+    *((verb, "linear.gguf", f"still-export {verb} linear-package") for verb in PACKAGE_VERBS if verb not in GGUF_VERBS),
+    *((verb, "unknown.gguf", "has architecture 'bert'") for verb in ("run", "serve", "bench")),
     *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
@@ -101,15 +133,15 @@ PAIRS = [
     *((verb, "pickled", "is a pickle") for verb in ("export", "evaluate")),
     *((verb, "unknown", "is no family that STILL attention is written for") for verb in ("export", "evaluate")),
     *((verb, "refused", "is not covered: xLSTM's exponential gate") for verb in ("export", "evaluate")),
-    ("lower", "softmax", "Export it first: still-export {here}/softmax -o"),
-    ("build", "softmax", "still-export {here}/softmax --to trt -o"),
+    ("lower", "linear", "Export it first: still-export {here}/linear -o"),
+    ("build", "linear", "still-export {here}/linear --to trt -o"),
     ("export", "package", "still-export lower {here}/package --to TARGET"),
     ("linearize", "package", "still-export linearize '/of/the model'"),
     ("export", "adapter", "still-export export maker/base --overlay {here}/adapter"),
     ("linearize", "adapter", "still-export linearize maker/base --adapter {here}/adapter"),
     ("export", "softmax", "still-export linearize {here}/softmax -o"),
     ("export", "softmax", "--attach-untrained"),
-    ("export", "model.gguf", "still-export linearize {here}/model.gguf"),
+    *(("export", name, "still-export linearize {here}/" + name) for name in GGUF_SOFTMAX_FILES),
     ("linearize", "linear", "export it directly: still-export {here}/linear --to onnx"),
     ("linearize", "still", "linearized already. Export it: still-export {here}/still --to onnx"),
 ]  # fmt: skip
@@ -144,7 +176,7 @@ def test_what_is_refused_is_refused_at_once(given: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("verb", GGUF_VERBS)
 def test_verbs_that_take_a_gguf_file(verb: str, given: Path) -> None:
-    demand_package(given / "model.gguf", verb)
+    demand_package(given / "linear.gguf", verb)
 
 
 def test_a_linearized_model_of_others_is_no_plain_one(given: Path, tmp_path: Path) -> None:
@@ -211,6 +243,18 @@ def test_softmax_families_are_those_of_the_models() -> None:
     from still_export.models import FAMILIES
 
     assert sorted(SOFTMAX) == sorted(FAMILIES)
+    assert set(GGUF_SOFTMAX.values()) == set(SOFTMAX)
+    assert set(GGUF_SOFTMAX) == {*architectures.SOFTMAX} - {"olmo2"}  # whose linear relative alone is exported
+
+
+@pytest.mark.parametrize("at", range(0, 130, 7))
+def test_a_damaged_header_names_no_architecture(at: int, tmp_path: Path) -> None:
+    """Cut, and with a count of 2^63: neither runs for long nor fails."""
+    entries = (*MANY_KEYS, gguf_text(b"general.architecture") + struct.pack("<I", 8) + gguf_text(b"llama"))
+    whole = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
+    for content in (whole[:at], whole[:at] + b"\xff" * 7 + b"\x7f" + whole[at + 8 :]):
+        (tmp_path / "cut.gguf").write_bytes(content)
+        gguf_architecture(tmp_path / "cut.gguf")
 
 
 def sock(path: Path) -> None:
