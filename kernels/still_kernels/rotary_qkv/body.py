@@ -43,7 +43,10 @@ def runtime_body(
         b("RotaryEmbedding", part, *angles, out=name, num_heads=width // dims["D"])
     b("Identity", parts[2], out="value")
     if len(parts) == 4:
-        b("Sigmoid", b("Add", parts[3], "gate_bias") if any(node.input[3:4]) else parts[3], out="gate")
+        gate = b("Add", parts[3], "gate_bias") if any(node.input[3:4]) else parts[3]
+        b.cast(
+            b("Sigmoid", b.cast(gate, TensorProto.FLOAT)), dtype, out="gate"
+        )  # kernels round every step of a sigmoid
     return b.function(ROTARY_QKV, node, imports, "input")
 
 

@@ -61,7 +61,7 @@ class Mamba(FixedStateModule):
         mixed, columns = causal_conv(taps, states["conv_state"])
         mixed, step, key, query = self.parts(mixed, hidden_states)
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        step, x = softplus(step).to(wide), mixed.to(wide)
+        step, x = softplus(step.to(wide)), mixed.to(wide)
         inputs = Inputs(
             query,
             key,

@@ -69,12 +69,11 @@ class Mamba2(FixedStateModule):
         mixed, columns = causal_conv(taps, states["conv_state"])
         channels, key, query = self.parts(mixed)
         x = channels.unflatten(-1, (self.heads, self.size))
-        step = softplus((step + self.dt_bias)[..., None])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        step = softplus((step.to(wide) + self.dt_bias.to(wide))[..., None])
         # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
         if self.limits != (0.0, None):
             step = step.clamp(*self.limits)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        step = step.to(wide)
         inputs = Inputs(
             query,
             key,

@@ -27,6 +27,7 @@ from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
 from still_graphs.passes.part_head import has_head, part_head
 from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.widen_activations import activations_are_typed, activations_are_wide, widen_activations
 from still_graphs.pipelines import CPU, CUDA, Pass, passes_of_ops
 
 PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
@@ -95,6 +96,12 @@ GUESS = Pass(
     only=(SPECULATION,),
     requires=no_functions,
     ensures=gives_replay,
+)
+WIDEN = Pass(
+    widen_activations,
+    "its CUDA kernels of activations round every step to 16 bits",
+    requires=activations_are_typed,
+    ensures=activations_are_wide,
 )
 BARE = partial(Pass, requires=no_functions)
 THIN = tuple(replace(each, only=(KERNELS,)) for each in passes_of_ops(CPU))
@@ -200,7 +207,7 @@ ORT_CPU = Target(
         )
     },
     own_layouts=has_kernels,
-    passes=(SCALES, FUSE, STRIP, *THIN, GUESS, *BODIES),
+    passes=(SCALES, FUSE, STRIP, *THIN, GUESS, WIDEN, *BODIES),
     speculates=True,
     sees=True,
     finish=finish,
@@ -232,6 +239,7 @@ ORT_CUDA = Target(
         STRIP,
         *(replace(each, only=(OWN_OPS,)) for each in ON_GPUS),
         GUESS,
+        WIDEN,
         *BODIES,
     ),
     speculates=True,

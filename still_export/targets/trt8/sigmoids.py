@@ -9,8 +9,9 @@ ensures: nodes of these operators in the main graph are all float32, or none is.
 
 from __future__ import annotations
 
-from still_graphs.edits import Writer, is_standard
+from still_graphs.edits import is_standard
 from still_graphs.later_ir import ir
+from still_graphs.passes.widen_activations import widen_activations
 
 BENT = ("Sigmoid", "Softplus")
 """Operators made of e^x and 1."""
@@ -18,16 +19,7 @@ BENT = ("Sigmoid", "Softplus")
 
 def widen_sigmoids(model: ir.Model) -> int:
     """Insert casts around them, in place."""
-    float32, writer = ir.DataType.FLOAT, Writer(model.graph)
-    bent = [(n, x.dtype) for n in model.graph if is_standard(n, *BENT) and (x := n.inputs[0]) is not None and x.dtype]
-    narrow = [(node, dtype) for node, dtype in bent if dtype != float32]
-    if len(narrow) == len(bent):
-        return 0
-    for node, dtype in narrow:
-        writer.place, output = node, node.outputs[0].name
-        wide = writer.node("Cast", [node.inputs[0]], hint=f"{output}.wide", to=float32)
-        writer.instead(node, "Cast", [writer.node(node.op_type, [wide], hint=f"{output}.bent")], to=dtype)
-    return len(narrow)
+    return widen_activations(model, BENT) if sigmoids_of_one_type(model) else 0
 
 
 def sigmoids_of_one_type(model: ir.Model) -> str:
