@@ -70,6 +70,7 @@ class Text:
                 raise
             raise RunError(f"{path} is no tokenizer that can be read: {' '.join(str(error).split())}.") from error
         self.chat = read_format(model.manifest.get("chat"))
+        self._ends = frozenset(model.manifest["eos_token_ids"])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer puts around a plain text.
@@ -97,6 +98,12 @@ class Text:
         """Tokens around a model's reasoning, and their texts."""
         texts = (self.chat and self.chat.thoughts) or ()
         return {token: text for text in texts if (token := self.tokenizer.token_to_id(text)) is not None}
+
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Special tokens and their texts, without those that end an answer."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {n: token.content for n, token in added.items() if token.special and n not in self._ends}
 
     def reasoning(self, prompt: Sequence[int]) -> Reasoning:
         """Separates the reasoning of an answer to a chat from its content."""

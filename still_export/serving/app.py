@@ -8,13 +8,13 @@ import ipaddress
 import json
 import math
 import os
+import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -47,6 +47,9 @@ PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.c
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
 """Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
+
+HOST = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?", re.ASCII)
+"""A Host header: name or address, and port. Anything else, such as a user before @, other programs read in other ways."""
 
 GONE = 499
 """Status in metrics of a request whose client left."""
@@ -333,10 +336,8 @@ def _check(event: Event) -> None:
 
 def _check_host(header: str, hosts: frozenset[str]) -> None:
     """Refuse a request to a name that is not this server's."""
-    try:
-        name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
-    except ValueError:
-        name = ""
+    found = HOST.fullmatch(header.strip())
+    name = found[1].strip("[]").rstrip(".").lower() if found else ""
     if name in hosts or name == "localhost" or name.endswith(".localhost"):
         return
     try:

@@ -17,7 +17,7 @@ from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import NO_MARKS, Text
-from still_export.serving.tool_calls import ToolCalls, form_of
+from still_export.runtime.tool_calls import ToolCalls
 
 MOST_STOPS = 4
 """Most stop texts of a request, as in OpenAI's API."""
@@ -248,7 +248,9 @@ def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool =
     marks, reasoning, calls = NO_MARKS, Reasoning(None, False), ToolCalls(None)
     if isinstance(request, Chat):
         calls = _calls(request, text)
-        marks, reasoning = {**text.marks, **_marks(calls, text)}, text.reasoning(prompt)
+        # Special tokens may belong to calls, also in a notation that is unknown here.
+        marks = text.marks if calls.tools is None else {**text.special_tokens, **text.marks}
+        reasoning = text.reasoning(prompt)
     return ParsedRequest(
         chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls
     )
@@ -258,13 +260,8 @@ def _calls(request: Chat, text: Text) -> ToolCalls:
     """The separator of calls and content; without tools nothing is a call."""
     if not request.tools or request.tool_choice == "none" or not text.chat:
         return ToolCalls(None)
-    return ToolCalls(form_of(text.chat.templates), request.tools)
-
-
-def _marks(calls: ToolCalls, text: Text) -> Mapping[int, str]:
-    """Tokens around calls, with their texts: special tokens do not appear in an answer's text."""
-    words = () if calls.form is None else calls.form.words
-    return {token: word for word in words if (token := text.tokenizer.token_to_id(word)) is not None}
+    words = (token.content for token in text.tokenizer.get_added_tokens_decoder().values())
+    return ToolCalls(request.tools, [*text.chat.templates.values(), *words])
 
 
 def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:

@@ -50,6 +50,7 @@ def served(byte_package: Path, limits: Connections) -> Iterator[Served]:
 @pytest.mark.parametrize("host, allowed", [
     ("127.0.0.1:80", True), ("localhost", True), ("LocalHost:8000", True), ("a.localhost.", True), ("[::1]:8000", True),
     ("10.0.0.7", True), ("Box.lan:1", True),
+    ("a\\@localhost", False), ("a@localhost", False), ("localhost/a", False), ("localhost#", False),
     ("attacker.example", False), ("localhost.attacker.example:8000", False), ("127.0.0.1.nip.io", False), ("[::1", False),
     ("user@attacker.example", False), ("", False),
 ])  # fmt: skip
