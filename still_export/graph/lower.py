@@ -24,6 +24,8 @@ from still_graphs.spec import CACHE
 from still_graphs.states import EMBEDDINGS, IMAGE_INPUTS, StateTable
 
 IR_VERSION = 10
+TOLERANCES = ("_rel_tol", "_abs_tol")
+"""Attributes of a constant in onnxscript's patterns."""
 
 
 def _translation(spec: OpSpec) -> Callable[..., Any]:
@@ -150,11 +152,30 @@ def onnx_of(
         model = program.model
         for name in set(weights).intersection(model.graph.initializers):
             model.graph.initializers[name].const_value = None  # the optimizer shall neither read nor fold weights
-        program.optimize()
+        with exact_constants():
+            program.optimize()
         model = program.model
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", __version__
     return model
+
+
+@contextlib.contextmanager
+def exact_constants() -> Iterator[None]:
+    """Inside the block, a constant in a rewrite rule of onnxscript matches that value alone.
+
+    By default it matches with tolerances, so that x + 1e-8 becomes x, and so does x * 1.00001. Norms then lose a small epsilon.
+    """
+    from onnxscript.rewriter import _pattern_ir
+
+    exact = property(lambda _: 0.0, lambda *_: None)  # takes precedence over the instances' own values
+    for name in TOLERANCES:
+        setattr(_pattern_ir.Constant, name, exact)
+    try:
+        yield
+    finally:
+        for name in TOLERANCES:
+            delattr(_pattern_ir.Constant, name)
 
 
 def _give_defaults(model: ir.Model) -> None:
