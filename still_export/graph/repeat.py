@@ -7,7 +7,7 @@ So 30 layers of a kind cost what two cost; tracing, lowering and optimizing them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -93,58 +93,67 @@ def _parts(layer: Any) -> Iterator[Any]:
 
 
 class Hidden:
-    """The input of the first layer and the outputs of traced ones; emptied before each call. Also whether layers return tuples."""
+    """The input of the first layer and the outputs of traced ones; emptied before each call. Also what each traced layer returns."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
-        self.in_tuple = False
+        self.others: dict[int, int | None] = {}
 
-    def add(self, x: Tensor, result: Any) -> None:
-        self.in_tuple = isinstance(result, tuple)
-        if self.in_tuple and any(part is not None for part in result[1:]):
+    def add(self, layer: int, x: Tensor, result: Any) -> None:
+        """Remember what `layer` returned for `x`: hidden states, or a tuple of them and Nones."""
+        state, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
+        if not isinstance(state, Tensor) or any(part is not None for part in others or ()):
             raise LayersDiffer("layers give the next one more than hidden states.")
-        state = result[0] if self.in_tuple else result
+        self.others[layer] = None if others is None else len(others)
         self.states += [state] if self.states else [x, state]
+
+    def passed_on(self, template: int, state: Tensor) -> Any:
+        """`state` in the form that the traced layer `template` returns."""
+        others = self.others[template]
+        return state if others is None else (state, *[None] * others)
 
 
 class _Skipped(nn.Module):
     """Replaces a layer that is not traced: passes hidden states on, without weights, and describes itself like that layer."""
 
-    def __init__(self, layer: nn.Module, hidden: Hidden) -> None:
+    def __init__(self, layer: nn.Module, template: int, hidden: Hidden) -> None:
         super().__init__()
-        self._instead, self._hidden = (layer,), hidden
+        self._instead, self._template, self._hidden = (layer,), template, hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._instead[0], name)
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden,) if self._hidden.in_tuple else hidden
+        return self._hidden.passed_on(self._template, hidden)
 
 
 @contextlib.contextmanager
-def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
-    """Inside the block the model has only the layers `traced`; the others pass hidden states on.
+def only(model: Any, alike: Sequence[int]) -> Iterator[Hidden]:
+    """Inside the block the model has only the layers that are like themselves; the others pass hidden states on.
+
+    Args:
+        alike: See `like`.
 
     Yields:
         The hidden states of traced layers; empty if all layers are traced.
     """
     layers, hidden = model.model.layers, Hidden()
     whole = list(layers)
-    if len(traced) == len(whole):
+    if len(set(alike)) == len(whole):
         yield hidden
         return
 
-    def compute(own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute(own: Any, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = own(x, *args, **kwargs)
-        hidden.add(x, result)
+        hidden.add(index, x, result)
         return result
 
     try:
-        for index, layer in enumerate(whole):
-            if index in traced:
-                layer.forward = partial(compute, layer.forward)
+        for index, (layer, template) in enumerate(zip(whole, alike, strict=True)):
+            if index == template:
+                layer.forward = partial(compute, layer.forward, index)
             else:
-                layers[index] = _Skipped(layer, hidden)
+                layers[index] = _Skipped(layer, template, hidden)
         yield hidden
     finally:
         for index, layer in enumerate(whole):

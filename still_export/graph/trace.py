@@ -154,7 +154,7 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
     of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []
     arguments = (ids, counts + TRACE_TOKENS, counts, past, seen, *of_head)
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
-    with tracing(), only(model, set(alike)) as wrapper.hidden:
+    with tracing(), only(model, alike) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
             arguments,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from still_export.graph.lower import lower_program, portable_graph
-from still_export.graph.repeat import LayersDiffer
+from still_export.graph.repeat import LayersDiffer, only
 from still_export.graph.trace import trace_model
 from still_export.models.load import load_model
 from tests.still_export.linear_models import FAMILIES as LINEAR
-from tests.still_export.linear_models import SIZES, linear_model
+from tests.still_export.linear_models import SELDOM, SIZES, linear_model
 from tests.still_export.tiny import FAMILIES, still_model
 
 TYPES = ("hybrid_attention", "full_attention", *["hybrid_attention"] * 3, "full_attention", "full_attention")
@@ -64,16 +64,72 @@ def test_softmax_families(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "lfm2" else pytest.mark.long) for f in LINEAR])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in ("lfm2", "bamba") else pytest.mark.long) for f in (*LINEAR, *SELDOM)]
+)
 def test_linear_families(family: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"num_hidden_layers": 5}
+    changes: dict[str, Any] = {"num_hidden_layers": 7}
     if kinds := SIZES.get(family, {}).get("layer_types"):
-        changes["layer_types"] = [kinds[0], kinds[1], *[kinds[0]] * 3]
+        changes["layer_types"] = [kinds[0], kinds[1], *[kinds[0]] * 3, kinds[1], kinds[-1]]
     if family == "kimi_linear":
-        changes["mlp_layer_types"] = ["dense"] * 5
+        changes["mlp_layer_types"] = ["dense"] * 7
+    if family == "bamba":
+        changes["attn_layer_indices"] = [1, 5]
     linear_model(family, **changes).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     check(model, len(set(trace_model(model).alike)))
+
+
+class Returning(torch.nn.Module):
+    """A layer that returns hidden states and `others`."""
+
+    def __init__(self, own: torch.nn.Module, others: Sequence[Any] | None) -> None:
+        super().__init__()
+        self.own, self.others = own, others
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = self.own(hidden, *args, **kwargs)
+        return result if self.others is None else (result, *self.others)
+
+
+class Unpacking(torch.nn.Module):
+    """A layer as its model calls it: takes what `Returning` returns apart, as that layer's own code does."""
+
+    def __init__(self, others: Sequence[Any] | None) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, result: Any) -> torch.Tensor:
+        if self.others is None:
+            assert isinstance(result, torch.Tensor)
+            return result
+        hidden, *others = result
+        assert len(others) == len(self.others)
+        return hidden  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("others", [None, (), (None,), (None, None, None)], ids=str)
+def test_a_skipped_layer_returns_what_its_kind_returns(others: Sequence[Any] | None) -> None:
+    layers = torch.nn.ModuleList(Returning(torch.nn.Linear(4, 4), others) for _ in range(5))
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = layers
+    x, take = torch.ones(2, 4), Unpacking(others)
+    with only(model, [0, 1, 1, 1, 1]) as hidden:
+        state = x
+        for layer in model.model.layers:
+            state = take(layer(state))
+    expected = layers[1].own(layers[0].own(x))
+    assert torch.equal(state, expected) and len(hidden.states) == 3
+
+
+def test_layers_that_return_more_are_all_traced() -> None:
+    layers = torch.nn.ModuleList(Returning(torch.nn.Linear(4, 4), (torch.ones(1),)) for _ in range(3))
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = layers
+    with only(model, [0, 1, 1]), pytest.raises(LayersDiffer):
+        model.model.layers[0](torch.ones(2, 4))
 
 
 class Remembering(torch.nn.Module):
