@@ -21,7 +21,8 @@ Arguments = Mapping[str, Any] | None
 
 
 class LanguageModel:
-    """A package's model. It runs one call at a time, because its state is updated in place.
+    """A package's model. It has one state, which calls update in place: calls of several threads wait for one another, and a call ends a
+    stream that is still open, which raises RunError when it is read on.
 
     Each call starts from the prefix: initially empty, then the state after `read` or `restore`.
 
@@ -39,8 +40,9 @@ class LanguageModel:
         self.runner, self.prefixes, self._ahead = runner, prefixes, text
         self._last: Answer | None = None
         self._text: Text | None = None
-        runner.start()
-        self._begin_with(None)
+        with runner.turns.lock:
+            runner.start()
+            self._begin_with(None)
 
     def use_adapter(self, adapter: str | Path | None) -> None:
         """Replace the LoRA adapter on the package's weights, or (None) remove it. The prefix is dropped.
@@ -53,18 +55,19 @@ class LanguageModel:
             CheckpointError: The adapter is damaged, or belongs to another model.
             RunError: The runtime does not support adapters.
         """
-        if adapter is None:
-            self.runner.use_adapter({}, "")
-        else:
+        inputs, digest = {}, ""
+        if adapter is not None:
             from still_export.models.read.adapters import adapter_digest, adapter_inputs
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
-            self.runner.use_adapter(inputs, adapter_digest(inputs))
-        if self.prefixes is not None:  # its states, also in its folder, belong to the previous weights
-            self.prefixes.close()
-            self.prefixes.clear()
-            self.prefixes.folder = None
-        self.restore(None)
+            digest = adapter_digest(inputs)
+        with self.runner.turns.lock:
+            self.runner.use_adapter(inputs, digest)
+            if self.prefixes is not None:  # its states, also in its folder, belong to the previous weights
+                self.prefixes.close()
+                self.prefixes.clear()
+                self.prefixes.folder = None
+            self.restore(None)
 
     @property
     def text(self) -> Text:
@@ -124,7 +127,7 @@ class LanguageModel:
         Args:
             prompt: A text, token ids, or messages of a chat: "role" and "content" (a text or text parts), "tool_calls",
                 "reasoning_content". If the prefix ends inside a user's message (`read(chat=True)`), the first message continues it.
-            stream: Return pieces of text as they are generated. Other calls are possible after all pieces were consumed.
+            stream: Return pieces of text as they are generated. Another call before the last piece ends it.
             max_tokens: Most tokens of the answer.
             stop: Texts that end the answer and are not part of it.
             temperature: 0 = greedy.
@@ -140,14 +143,21 @@ class LanguageModel:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
         as_text = "tokenizer.json" in self.runner.manifest["files"]
-        answer = self.answer(
-            prompt, max_tokens, sampling, stops, as_text=as_text, tools=tools, chat_template_kwargs=chat_template_kwargs
-        )
-        if stream:
-            return iter(answer)
-        for _ in answer:
-            pass
-        return answer
+        with self.runner.turns.lock:
+            answer = self.answer(
+                prompt,
+                max_tokens,
+                sampling,
+                stops,
+                as_text=as_text,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            if stream:
+                return iter(answer)
+            for _ in answer:
+                pass
+            return answer
 
     def answer(
         self,
@@ -172,21 +182,24 @@ class LanguageModel:
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
-        known, progress = self._begin(self._ids(prompt, tools, chat_template_kwargs), progress)
-        self._place = "answer" if _is_chat(prompt) else "text"
-        self._last = Answer(
-            self.runner,
-            self.text if as_text else None,
-            self._prompt_ids[known:],
-            max_tokens,
-            sampling,
-            stop=stop,
-            progress=progress,
-            stopped=stopped,
-            cached=known,
-            before=self._prompt_ids[:known],
-        )
-        return self._last
+        with self.runner.turns.lock:
+            ids, turn = self._ids(prompt, tools, chat_template_kwargs), self.runner.turns.take()
+            known, progress = self._begin(ids, progress)
+            self._place = "answer" if _is_chat(prompt) else "text"
+            self._last = answer = Answer(
+                self.runner,
+                self.text if as_text else None,
+                self._prompt_ids[known:],
+                max_tokens,
+                sampling,
+                stop=stop,
+                progress=progress,
+                stopped=stopped,
+                cached=known,
+                before=self._prompt_ids[:known],
+                turn=turn,
+            )
+            return answer
 
     def read(
         self,
@@ -209,23 +222,26 @@ class LanguageModel:
         Raises:
             RunError: The text does not fit, the package has no chat format, or the model needs whole prompts.
         """
-        if chat and self._prefix is not None:
-            raise RunError("a chat begins with its first text: restore(None) first.")
-        ids = self.text.opening(str(prompt), system, chat_template_kwargs) if chat else self._ids(prompt)
-        known, progress = self._begin(ids, progress)
-        if self._prompt_ids:
-            self.runner.prefill(self._prompt_ids[known:], progress)
-        self._place = "user" if chat else "text"
-        found = self.snapshot()
-        self._begin_with(found)
-        return found
+        with self.runner.turns.lock:
+            if chat and self._prefix is not None:
+                raise RunError("a chat begins with its first text: restore(None) first.")
+            ids = self.text.opening(str(prompt), system, chat_template_kwargs) if chat else self._ids(prompt)
+            self.runner.turns.take()
+            known, progress = self._begin(ids, progress)
+            if self._prompt_ids:
+                self.runner.prefill(self._prompt_ids[known:], progress)
+            self._place = "user" if chat else "text"
+            found = self.snapshot()
+            self._begin_with(found)
+            return found
 
     def snapshot(self) -> Snapshot:
         """The state after the last call, with its tokens; `Snapshot.save` writes it to a file."""
-        tokens = self._prompt_ids + (self._last.tokens if self._last else [])
-        text_tokens = self.runner.feeding.text_tokens
-        read = text_tokens(int(self.runner.length[0])) - (text_tokens(self._prefix.length) if self._prefix else 0)
-        return Snapshot.of(self.runner, self._place, tuple(tokens[read:]))
+        with self.runner.turns.lock:
+            tokens = self._prompt_ids + (self._last.tokens if self._last else [])
+            text_tokens = self.runner.feeding.text_tokens
+            read = text_tokens(int(self.runner.length[0])) - (text_tokens(self._prefix.length) if self._prefix else 0)
+            return Snapshot.of(self.runner, self._place, tuple(tokens[read:]))
 
     def restore(self, snapshot: Snapshot | str | Path | None) -> None:
         """Start later calls from a snapshot, its file, or (None) from the empty state.
@@ -235,10 +251,12 @@ class LanguageModel:
         """
         if isinstance(snapshot, str | Path):
             snapshot = Snapshot.load(snapshot)
-        self._settle()
-        if snapshot is not None:
-            snapshot.restore(self.runner)  # raises if it does not fit
-        self._begin_with(snapshot)
+        with self.runner.turns.lock:
+            self._settle()
+            self.runner.turns.take()
+            if snapshot is not None:
+                snapshot.restore(self.runner)  # raises if it does not fit
+            self._begin_with(snapshot)
 
     def _begin_with(self, prefix: Snapshot | None) -> None:
         self._prefix, self._place = prefix, prefix.place if prefix else "text"

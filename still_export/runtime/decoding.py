@@ -6,9 +6,11 @@ Exports copy this file into packages, with the runners (`still_export.package.pr
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,6 +62,41 @@ class Guess:
     tokens: int
 
 
+class Turns:
+    """Who may change a model's state: one caller at a time, in whichever thread.
+
+    An answer is generated while its caller iterates it, so others may call in between. A new turn ends the one before.
+
+    Attributes:
+        lock: Held during each change; may be held for several.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._now = 0
+
+    def take(self) -> int:
+        """Begin a new turn; returns its number."""
+        with self.lock:
+            self._now += 1
+            return self._now
+
+    @contextmanager
+    def held(self, turn: int) -> Iterator[None]:
+        """Inside the block nobody else changes the state.
+
+        Raises:
+            RunError: Another turn has begun.
+        """
+        with self.lock:
+            if turn != self._now:
+                raise RunError(
+                    "another call has used this model since, and it has one state, so this answer cannot go on. Read a stream to its "
+                    "end before the next call, or load the package once for each; `still-export serve` answers several at a time."
+                )
+            yield
+
+
 class Decoder(ABC):
     """A model whose sequences have seen `length` [B] tokens each; runners implement feeding and states."""
 
@@ -74,6 +111,11 @@ class Decoder(ABC):
     def feeding(self) -> Feeding:
         """Rules of feeding for `prefill`, `step`, `greedy` and `generate`; `feed` ignores them; `length` counts all tokens."""
         return Feeding.of(self.manifest)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Orders callers that share this model."""
+        return Turns()
 
     @property
     def prefill_tokens(self) -> int:
@@ -135,15 +177,38 @@ class Decoder(ABC):
         stop: Iterable[int] = (),
         progress: Progress | None = None,
         before: Sequence[int] = (),
+        turn: int | None = None,
     ) -> Iterator[int]:
         """Sample at most `count` tokens after `prompt` in the single sequence, up to one of `stop`, which is not yielded.
 
-        The last one is not fed to the model. `before`: what it has read, for guesses alone.
+        The last one is not fed to the model.
+
+        Args:
+            before: What the model has read, for guesses alone.
+            turn: Whose turn it is; None: it begins with the first token.
 
         Raises:
-            RunError: They and the prompt may exceed the capacity; nothing was fed then.
+            RunError: They and the prompt may exceed the capacity; nothing was fed then. Or another call has used the model meanwhile.
             NotFiniteError: Logits are no finite numbers.
         """
+        turn = self.turns.take() if turn is None else turn
+        tokens = self._generated(prompt, count, sampling, stop, progress, before)
+        while True:
+            with self.turns.held(turn):
+                token = next(tokens, None)
+            if token is None:
+                return
+            yield token
+
+    def _generated(
+        self,
+        prompt: Iterable[int],
+        count: int,
+        sampling: Sampling,
+        stop: Iterable[int],
+        progress: Progress | None,
+        before: Sequence[int],
+    ) -> Iterator[int]:
         stops, prompt = set(stop), list(prompt)
         feeding = self.feeding
         self.check_capacity(feeding.length(feeding.text_tokens(int(self.length[0])) + len(prompt) + count - 1))

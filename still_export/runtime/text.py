@@ -222,6 +222,7 @@ class Answer:
         stopped: Called before every token; True ends the answer.
         cached: Number of tokens of the prompt before `prompt`, which the model has already read.
         before: These tokens, for guesses.
+        turn: Of the caller that set the model's state for it (see `Turns`); None: it begins now.
 
     Attributes:
         tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
@@ -241,6 +242,7 @@ class Answer:
         stopped: Callable[[], bool] = lambda: False,
         cached: int = 0,
         before: Sequence[int] = (),
+        turn: int | None = None,
     ) -> None:
         stops = StopTexts(stop)
         self.tokens: list[int] = []
@@ -250,7 +252,8 @@ class Answer:
         self._times: list[float] = []
         self._begin = time.perf_counter()
         self._text, self._prompt, self._stop = text, [*before, *prompt], stop
-        self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped, before)
+        turn = model.turns.take() if turn is None else turn
+        self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped, before, turn)
         self._speculation = model.speculation
 
     def _made(
@@ -264,10 +267,11 @@ class Answer:
         progress: Progress | None,
         stopped: Callable[[], bool],
         before: Sequence[int],
+        turn: int,
     ) -> Iterator[str]:
         def tokens() -> Iterator[int]:
             ends = model.manifest["eos_token_ids"]
-            for token in model.generate(prompt, count, sampling, ends, progress, before):
+            for token in model.generate(prompt, count, sampling, ends, progress, before, turn):
                 self._times.append(time.perf_counter())
                 self.tokens.append(token)
                 self.ended = "length" if len(self.tokens) == count else "interrupted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,38 @@ def test_the_same_answer_however_it_is_asked(model: still_export.LanguageModel) 
         model.generate(TEXT, max_tokens=0)
     with pytest.raises(ConfigError, match="runs with ort"):
         still_export.load(model.runner.folder, runtime="trt")
+
+
+def test_threads_wait_for_one_another(model: still_export.LanguageModel) -> None:
+    prompts = [f"{TEXT}{number} " for number in range(5)]
+    alone = [model.generate(prompt, max_tokens=24).tokens for prompt in prompts]
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda prompt: model.generate(prompt, max_tokens=24).tokens, prompts * 2))
+    assert together == alone * 2
+
+
+@pytest.mark.parametrize("begun", [0, 3], ids=["not begun", "begun"])
+@pytest.mark.parametrize("other", ["generate", "stream", "read", "restore", "another thread"])
+def test_a_stream_ends_where_another_call_uses_the_model(
+    model: still_export.LanguageModel, other: str, begun: int
+) -> None:
+    right = model.generate("Another text.", max_tokens=12)
+    stream = iter(model.generate(TEXT, max_tokens=24, stream=True))
+    pieces = [next(stream) for _ in range(begun)]
+    if other == "generate":
+        assert model.generate("Another text.", max_tokens=12).tokens == right.tokens
+    elif other == "stream":
+        assert "".join(model.generate("Another text.", max_tokens=12, stream=True)) == right.text
+    elif other == "read":
+        model.read("Another text.")
+    elif other == "restore":
+        model.restore(None)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(model.generate, "Another text.", max_tokens=12).result().tokens == right.tokens
+    with pytest.raises(RunError, match="another call"):
+        pieces += stream
+    assert len(pieces) == begun
 
 
 def test_stop_texts_end_an_answer(model: still_export.LanguageModel) -> None:
