@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError, TrainingError
+from still_export.package.staging import real_place
 
 RUN_FILE, WORK = "run.json", "training"
 TO_REPLACE = "Pass --resume to continue its run, or --force to replace it."
@@ -21,7 +22,8 @@ class RunFolder:
     """The output folder of a run; checkpoints and results of stages are in `work`."""
 
     def __init__(self, output: Path) -> None:
-        self.output, self.work = output, output / WORK
+        self.output = real_place(output)
+        self.work = self.output / WORK
 
     def fingerprint(self) -> dict[str, Any]:
         """Identity of the folder's run.

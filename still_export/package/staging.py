@@ -2,6 +2,10 @@
 
 A folder is written next to its final place as `.NAME.TOKEN.staged` and then renamed in one step. A killed process leaves it; the next
 process that writes into the same parent removes it, unless its writer is alive and has a file in it locked.
+
+Some folders cannot be renamed: mount points, those of a container's lower layers, those in a folder of somebody else. Their content is
+exchanged instead: the new folder is renamed to `.NAME.TOKEN.whole`, the old entries are deleted, the new ones moved. A process that is
+killed then leaves no readable package, and the next one completes the exchange. Symbolic links are followed, not replaced.
 """
 
 from __future__ import annotations
@@ -9,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from still_export.errors import PackageError
+from still_export.package.files import MANIFEST
 
 try:
     import fcntl
@@ -26,11 +32,16 @@ except ImportError:  # no such locks on this system: nothing is swept
 ALIVE = ".alive"
 """File in a staged folder that its writer keeps locked."""
 
-_STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}\.(?P<kind>staged|old)")
+OUTDATED = ".outdated"
+"""File in a folder of the kind "whole": names of the old entries that are to be deleted, before the new ones are moved."""
+
+_STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}\.(?P<kind>staged|old|whole)")
 _NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 _HERE = -100  # its AT_FDCWD
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Errors of kernels and file systems without renameat2 flags."""
+_IMMOVABLE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
+"""Errors of renaming mount points, folders of lower layers, and folders in a folder of somebody else."""
 
 
 def is_staged(name: str) -> bool:
@@ -51,25 +62,27 @@ def staged_folder(
     Files and folders in it get the modes of the umask.
 
     Args:
+        target: If it is a link, the folder that it names is replaced.
         replaceable: Whether `force` may delete an existing folder with content.
         kind: Kind of such folders, for messages.
         keep: Returns entries of the replaced folder that move into the new one, unless it has them.
 
     Raises:
-        PackageError: `target` exists without `force`, or is not replaceable; another process is writing it; the disk is full, or the
+        PackageError: `target` has content without `force`, or is not replaceable; another process is writing it; the disk is full, or the
             place may not be written.
     """
-    target = Path(os.path.abspath(target))
+    target = real_place(target)
     with _explained(target):
-        if target.parent.is_dir():
-            with _locked(target.parent):
-                sweep(target.parent)  # first, because it restores what was moved aside
+        place = target if _stays(target) else target.parent
+        if place.is_dir():
+            with _locked(place):
+                sweep(place)  # first, because it restores what was moved aside
         _check_target(target, force, replaceable, kind)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _staging(target) as staging:
+        place.mkdir(parents=True, exist_ok=True)
+        with _staging(target, place) as staging:
             yield staging
             set_modes(staging)
-            with _locked(target.parent):
+            with _locked(place):
                 _check_target(target, force, replaceable, kind)  # another process may have created it meanwhile
                 (staging / ALIVE).unlink(missing_ok=True)
                 _put(staging, target, keep())
@@ -77,29 +90,46 @@ def staged_folder(
 
 @contextlib.contextmanager
 def staged_files(folder: Path) -> Iterator[Path]:
-    """A new folder whose files replace those of the same names in `folder` when the block ends.
+    """A new folder whose files replace those of the same names in `folder` when the block ends; a link's target is replaced.
 
     Raises:
         PackageError: See `staged_folder`.
     """
-    folder = Path(os.path.abspath(folder))
-    with _explained(folder), _staging(folder / "files", alone=False) as staging:
+    folder = real_place(folder)
+    with _explained(folder), _staging(folder / "files", folder, alone=False) as staging:
         yield staging
         set_modes(staging)
         for path in sorted(staging.iterdir()):
             if path.name != ALIVE:
-                path.replace(folder / path.name)
+                _replace_file(path, real_place(folder / path.name))
+
+
+def _replace_file(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno not in _IMMOVABLE:
+            raise
+        shutil.copyfile(source, target)  # a mounted file, or one that a link has on another disk
+
+
+def real_place(path: Path) -> Path:
+    """`path` with links followed, whether or not something is there."""
+    return Path(os.path.realpath(path))
 
 
 def sweep(parent: Path) -> None:
     """Remove folders that killed processes left in `parent`, and restore a folder that one had moved. The caller has the parent's lock."""
     if fcntl is None:
         return
-    for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")):
+    for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")) + sorted(parent.glob(".*.whole")):
         match = _STAGED.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
-        if match["kind"] == "old" and not (parent / match["name"]).exists():
+        if match["kind"] == "whole":
+            inside = match["name"] == parent.name and not (parent / match["name"]).exists()
+            _exchange(path, parent if inside else parent / match["name"])
+        elif match["kind"] == "old" and not (parent / match["name"]).exists():
             path.rename(parent / match["name"])
         elif match["kind"] == "old" or _lives(path) is False:
             shutil.rmtree(path, ignore_errors=True)
@@ -117,12 +147,12 @@ def set_modes(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _staging(target: Path, alone: bool = True) -> Iterator[Path]:
-    """A new folder next to `target`, locked while this process lives; deleted at the end if it is still there."""
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.staged")
-    with _locked(target.parent):
-        sweep(target.parent)
-        others = [p for p in target.parent.glob(".*.staged") if _name(p) == target.name and _lives(p)]
+def _staging(target: Path, place: Path, alone: bool = True) -> Iterator[Path]:
+    """A new folder in `place` for `target`, locked while this process lives; deleted at the end if it is still there."""
+    staging = place / f".{target.name}.{secrets.token_hex(6)}.staged"
+    with _locked(place):
+        sweep(place)
+        others = [p for p in place.glob(".*.staged") if _name(p) == target.name and _lives(p)]
         if alone and others:
             raise PackageError(
                 f"another process is writing {target} (into {others[0].name}). Wait until it is done, or choose another folder."
@@ -143,18 +173,21 @@ def _name(path: Path) -> str:
 
 
 def demand_free(target: Path, force: bool) -> None:
-    """Raise PackageError if `target` exists and is no folder that may be replaced."""
-    if target.exists() and not force:
-        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+    """Raise PackageError if `target` is a file, or has content and `force` is not given."""
     if target.exists() and not target.is_dir():
         raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+    if not force and _entries(target):
+        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+
+
+def _entries(folder: Path) -> list[str]:
+    """What a folder contains; of none, nothing."""
+    return [entry.name for entry in folder.iterdir() if not is_staged(entry.name)] if folder.exists() else []
 
 
 def _check_target(target: Path, force: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
     demand_free(target, force)
-    if not target.exists():
-        return
-    if any(target.iterdir()) and not replaceable(target):
+    if _entries(target) and not replaceable(target):
         # It may be the model itself, a home or the working directory.
         raise PackageError(f"{target} is no {kind}, so --force does not delete it. Choose another folder.")
 
@@ -223,24 +256,77 @@ def _lives(staging: Path) -> bool | None:
         os.close(handle)
 
 
-def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
-    """Move `staging` to `target` in one step; the old folder is then at `staging` or deleted, except entries in `keep`."""
-    if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
-        _move_missing(staging, target, keep)
-        return
-    if not target.exists():
-        staging.rename(target)
-        return
-    # Two steps: a process killed between them leaves the old folder under a name that the next one restores.
-    aside = staging.with_suffix(".old")
-    target.rename(aside)
+def _stays(target: Path) -> bool:
+    """Whether `target` is a folder that cannot be renamed, as far as that shows beforehand."""
+    if not target.is_dir():
+        return False
+    if os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
+        return True
     try:
-        staging.rename(target)
-    except BaseException:
-        aside.rename(target)
-        raise
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    # Bind mounts of the same file system show nowhere else. Spaces and such are written as octal numbers.
+    places = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in mounts)
+    return str(target) in places
+
+
+def _put(staging: Path, target: Path, keep: Iterable[str]) -> None:
+    """Move `staging` to `target`, in one step if possible; the old folder is then at `staging` or deleted, except entries in `keep`."""
+    keep = tuple(keep)
+    if staging.parent == target:
+        _exchange_content(staging, target, keep)
+        return
+    try:
+        if _rename(staging, target, _EXCHANGE if target.exists() else _NO_REPLACE):
+            _move_missing(staging, target, keep)
+            return
+        if not target.exists():
+            staging.rename(target)
+            return
+        # Two steps: a process killed between them leaves the old folder under a name that the next one restores.
+        aside = staging.with_suffix(".old")
+        target.rename(aside)
+        try:
+            staging.rename(target)
+        except BaseException:
+            aside.rename(target)
+            raise
+    except OSError as error:
+        if error.errno not in _IMMOVABLE or not target.is_dir():
+            raise
+        _exchange_content(staging, target, keep)
+        return
     _move_missing(aside, target, keep)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange_content(staging: Path, target: Path, keep: Collection[str]) -> None:
+    """Replace the entries of `target`, except those in `keep` that `staging` lacks, by those of `staging`."""
+    new = {entry.name for entry in staging.iterdir()}
+    old = [name for name in _entries(target) if name in new or name not in keep]
+    (staging / OUTDATED).write_text(json.dumps(old))
+    whole = staging.with_suffix(".whole")
+    staging.rename(whole)
+    _exchange(whole, target)
+
+
+def _exchange(whole: Path, target: Path) -> None:
+    """Complete an exchange of content: delete the outdated entries of `target`, then move in those of `whole`."""
+    target.mkdir(exist_ok=True)
+    if (whole / OUTDATED).exists():
+        for name in sorted(json.loads((whole / OUTDATED).read_text()), key=_readable):
+            entry = target / name
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+        (whole / OUTDATED).unlink()
+    for entry in sorted(whole.iterdir(), key=lambda entry: _readable(entry.name), reverse=True):
+        shutil.move(entry, target / entry.name)
+    whole.rmdir()
+
+
+def _readable(name: str) -> bool:
+    """Sorts what makes a folder a package or a model first, so that it is none while its files are exchanged."""
+    return name not in (MANIFEST, "config.json")
 
 
 def _move_missing(old: Path, new: Path, names: Iterable[str]) -> None:

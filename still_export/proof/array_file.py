@@ -75,6 +75,7 @@ def written_arrays(path: Path) -> Iterator[ArrayWriter]:
     Raises:
         PackageError: It cannot be written.
     """
+    path = Path(os.path.realpath(path))  # what a link names is replaced, not the link
     staging = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

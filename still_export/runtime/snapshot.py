@@ -75,7 +75,7 @@ class Snapshot:
 
         described: dict[str, Any] = {"length": self.length, "package": self.package, "place": self.place}
         described |= {"unread": list(self.unread), "tokens": list(self.tokens), "sha256": self._hash()}
-        path = Path(path)
+        path = Path(os.path.realpath(path))  # what a link names is replaced, not the link
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             save_file(self.arrays, part, metadata={"format": FORMAT, "still_export": json.dumps(described)})

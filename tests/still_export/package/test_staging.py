@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,139 @@ def test_staged_files_replace_their_namesakes_alone(tmp_path: Path) -> None:
     with staged_files(tmp_path) as folder:
         (folder / "replaced").write_text("new")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"kept": "old", "replaced": "new"}
+
+
+def immovable(number: int) -> Callable[..., bool]:
+    def refuse(*_: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES], ids=errno.errorcode.get)
+def test_the_content_of_a_folder_that_cannot_be_renamed_is_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    target = make(tmp_path / "p")
+    for name in ("sub", "kept"):
+        (target / name).mkdir()
+        (target / name / "file").write_text("old")
+    monkeypatch.setattr(staging, "_rename", immovable(number))
+    before = target.stat().st_ino
+    with staged_folder(target, force=True, keep=lambda: ["kept", "file"]) as folder:
+        (folder / "file").write_text("new")
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("new")
+    assert target.stat().st_ino == before
+    found = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*") if p.is_file()}
+    assert found == {"file": "new", "inner/file": "new", "kept/file": "old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_exchange_that_is_killed_is_completed_by_the_next_process(tmp_path: Path, step: int, inside: bool) -> None:
+    target = tmp_path / "p"
+    target.mkdir()
+    for name in ("manifest.json", "a", "b"):
+        (target / name).write_text("old")
+    code = """
+import errno, os, signal, sys
+from pathlib import Path
+from still_export.package import staging
+
+target, left = Path(sys.argv[1]), [int(sys.argv[2])]
+def counted(function):
+    def call(*arguments, **options):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*arguments, **options)
+    return call
+def refuse(*_):
+    raise OSError(errno.EXDEV, "")
+staging._rename = refuse
+staging._stays = lambda _: sys.argv[3] == "True"
+put = staging._exchange
+def exchange(*arguments):
+    Path.unlink, staging.shutil.move = counted(Path.unlink), counted(staging.shutil.move)
+    put(*arguments)
+staging._exchange = exchange
+with staging.staged_folder(target, force=True) as folder:
+    for name in ("manifest.json", "b", "c"):
+        (folder / name).write_text("new")
+"""
+    done = run(code, str(target), str(step), str(inside))
+    assert done.returncode == (-signal.SIGKILL if step < 7 else 0), done.stderr
+    states = {p.name: p.read_text() for p in target.iterdir() if p.is_file()}
+    if "manifest.json" in states and len(set(states.values())) > 1:
+        pytest.fail(f"a reader takes a mixture for a package: {states}")
+    place = target if inside else tmp_path
+    with staging._locked(place):
+        staging.sweep(place)
+    assert {p.name: p.read_text() for p in target.iterdir()} == dict.fromkeys(("manifest.json", "b", "c"), "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize("there", ["package", "empty", "nothing"])
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path, there: str) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").mkdir()
+    if there == "package":
+        make(tmp_path / "disk/p")
+    if there == "empty":
+        (tmp_path / "disk/p").mkdir()
+    (tmp_path / "home/p").symlink_to(Path("../disk/p"))
+    with staged_folder(tmp_path / "home/p", force=there != "nothing") as folder:
+        assert folder.parent == tmp_path / "disk"
+        (folder / "file").write_text("new")
+    assert (tmp_path / "home/p").is_symlink() and (tmp_path / "disk/p/file").read_text() == "new"
+    assert [[p.name for p in (tmp_path / d).iterdir()] for d in ("disk", "home")] == [["p"], ["p"]]
+
+
+def test_files_that_are_links_stay_links(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("old")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/report").symlink_to(tmp_path / "elsewhere")
+    with staged_files(tmp_path / "results") as folder:
+        (folder / "report").write_text("new")
+    assert (tmp_path / "results/report").is_symlink() and (tmp_path / "elsewhere").read_text() == "new"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_in_one_that_may_not_be_written_is_replaced(tmp_path: Path) -> None:
+    target = make(tmp_path / "volumes/p")
+    (tmp_path / "volumes").chmod(0o555)
+    with staged_folder(target, force=True) as folder:
+        assert folder.parent == target
+        (folder / "file").write_text("new")
+    (tmp_path / "volumes").chmod(0o755)
+    assert {p.name: p.read_text() for p in target.iterdir()} == {"file": "new"}
+
+
+def test_an_empty_folder_is_filled_without_force(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    make(tmp_path / "p")
+    with pytest.raises(PackageError, match="--force"), staged_folder(tmp_path / "p"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(PackageError, match="file"), staged_folder(tmp_path / "file", force=True):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_mount_point_is_filled_and_replaced(tmp_path: Path) -> None:
+    target, volume = tmp_path / "a place", tmp_path / "volume"
+    target.mkdir()
+    volume.mkdir()
+    if subprocess.run(["mount", "--bind", volume, target], capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    try:
+        make(target, "first")
+        with staged_folder(target, force=True) as folder:
+            assert folder.parent == target
+            (folder / "other").write_text("second")
+        assert {p.name: p.read_text() for p in volume.iterdir()} == {"other": "second"}
+    finally:
+        subprocess.run(["umount", target], check=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"a place", "volume"}
