@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from still_export.package.installed import KERNELS, kernels_for
 from still_export.package.trust import trusts
 from still_export.runtime.cuda_driver import CudaError, Driver
 from still_export.targets.ort.library import find_library
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from still_export.package.folder import Package
 
 DISTRIBUTION = "still-export"
-BUILD_KERNELS = "still-export kernels build"
+BUILD_KERNELS = f"pip install {KERNELS}, or still-export kernels build"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def _native() -> Finding:
     if not SOURCE.is_dir():
         return Finding(what, False, "without the C++ sources", "install a wheel of still-export, or work in a clone")
     if missing:
-        return Finding(what, False, f"without {', '.join(missing)}", f"apt-get install cmake g++; {BUILD_KERNELS}")
+        return Finding(
+            what, False, f"without {', '.join(missing)}", f"pip install {KERNELS}, or apt-get install cmake g++"
+        )
     return Finding(what, False, "not built yet", BUILD_KERNELS)
 
 
@@ -198,12 +201,16 @@ def _runs_on_cpu(package: Package) -> Finding:
     native = manifest.get("native")
     if native is None:
         return Finding(what, True, f"onnxruntime {found}, function bodies", "for speed, export with --native")
-    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
+    foreign = (native["system"], native["machine"]) != (platform.system(), platform.machine())
+    trusted = trusts(manifest["files"][native["library"]]["sha256"])
+    if (foreign or not trusted) and (kernels := kernels_for(manifest)):
+        return Finding(what, True, f"onnxruntime {found}, native kernel of {KERNELS} {kernels.version}")
+    if foreign:
         detail = (
             f"onnxruntime {found}, function bodies: the native kernel is for {native['system']} {native['machine']}"
         )
-        return Finding(what, True, detail, "for speed, export with --native here")
-    if not trusts(manifest["files"][native["library"]]["sha256"]):
+        return Finding(what, True, detail, f"for speed, pip install {KERNELS}, or export with --native here")
+    if not trusted:
         detail = f"onnxruntime {found}, function bodies: the native kernel was not built here"
         return Finding(what, True, detail, "for speed, still-export run --trust-native, if you trust its maker")
     return Finding(what, True, f"onnxruntime {found}, native kernel")

@@ -1,3 +1,3 @@
 """The package's version; files that record it are written below the package's `__init__`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

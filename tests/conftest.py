@@ -6,12 +6,14 @@ import gc
 import importlib.util
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from still_export.graph.garbage import RARELY
+from still_export.package.installed import MODULE
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
 from tests import durations
@@ -86,6 +88,7 @@ def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
     os.environ[BUILD_VARIABLE] = "0"  # minutes in each process of tests
+    sys.modules[MODULE] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")

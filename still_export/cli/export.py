@@ -35,8 +35,8 @@ Examples:
 """
 
 NO_KERNELS = (
-    "without kernels for CPUs, which are faster: install cmake and g++, and the next export builds them once (or run "
-    "still-export kernels build)"
+    "without kernels for CPUs, which are faster: pip install still-export-kernels, or install cmake and g++ and run still-export "
+    "kernels build"
 )
 NO_PLUGIN = (
     "no plugin library: NvInfer.h is not in the usual places. Name its folder with --tensorrt-include, or the engine's "
@@ -129,7 +129,10 @@ def _build_kernels(out: Output) -> None:
 
     if find_library() is not None or not can_build():
         return
-    out.log("building the kernels for this processor, once: one to three minutes of it; --no-native leaves them out")
+    out.log(
+        "building the kernels for this processor, once: one to three minutes of it; pip install still-export-kernels brings them, "
+        "--no-native leaves them out"
+    )
     begin = time.monotonic()
     try:
         with out.steps() as progress:

@@ -30,7 +30,7 @@ def build(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Build the kernels (cmake, g++, one to three minutes) unless the wheel or the cache has them; print the library's path."""
+    """Build the kernels (cmake, g++, one to three minutes) unless still-export-kernels or the cache has them; print the library's path."""
     from still_export.errors import unknown
     from still_export.targets.ort.library import CPUS, build_library
 

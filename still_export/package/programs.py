@@ -31,7 +31,8 @@ SHARED = (
     "program",
 )
 CHECKS = (
-    *("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format"),
+    *("refusals", "files", "checked", "external", "installed", "trust", "archive", "template", "template_process"),
+    "chat_format",
     "telemetry",
 )
 RUNNERS = {

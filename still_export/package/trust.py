@@ -12,6 +12,7 @@ from typing import Any
 
 from still_export.package.checked import read_manifest
 from still_export.package.files import PLUGIN, check_hash, sha256
+from still_export.package.installed import installed_kernels
 
 _TRUSTED: set[str] = set()
 """SHA-256 of files trusted in this process, in case the list cannot be written."""
@@ -31,8 +32,9 @@ def trusted_list() -> Path:
 
 
 def trusts(digest: str) -> bool:
-    """Whether the user's list, or this process, has a file of this SHA-256."""
-    if digest in _TRUSTED:
+    """Whether the user's list, this process, or the installed still-export-kernels has a file of this SHA-256."""
+    kernels = installed_kernels()
+    if digest in _TRUSTED or (kernels and kernels.sha256 == digest):
         return True
     try:
         lines = trusted_list().read_text(encoding="utf-8").splitlines()

@@ -19,6 +19,7 @@ import numpy as np
 
 from still_export.package.external import StoredTensor, listed_weights, stored_tensors
 from still_export.package.files import MODEL, RECORDED, check_hash, recorded_text
+from still_export.package.installed import KERNELS, kernels_for
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.sampling import RunError
@@ -58,10 +59,13 @@ def default_threads() -> int:
 
 
 def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
-    """The package's native kernels, or None if this machine or provider cannot load them; one line on stderr gives the reason.
+    """The package's native kernels, or those of the installed still-export-kernels in place of ones that this machine cannot load.
+
+    Returns:
+        None: there are none for this machine or provider; one line on stderr gives the reason.
 
     Raises:
-        RunError: It is not the file that was exported.
+        RunError: The library is not the file that was exported.
     """
     native = manifest.get("native")
     if provider == "cuda" and not (native and native.get("archs")):
@@ -74,11 +78,14 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
-        print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
-        return None
-    path = native_file(folder, manifest, native["library"])
+        path, reason = None, f"is for {native['system']} {native['machine']}"
+    else:
+        path, reason = native_file(folder, manifest, native["library"]), UNTRUSTED
+    if path is None and provider == "cpu" and (installed := kernels_for(manifest)):
+        return installed.path
     if path is None:
-        print(f"the native kernel {folder / native['library']} {UNTRUSTED}: running without it", file=sys.stderr)
+        install = f" (pip install {KERNELS} brings one)" if platform.system() == "Linux" and provider == "cpu" else ""
+        print(f"the native kernel {folder / native['library']} {reason}: running without it{install}", file=sys.stderr)
     return path
 
 

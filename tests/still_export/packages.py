@@ -7,6 +7,7 @@ import importlib.util
 import json
 import platform
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 from still_export.graph.options import ExportOptions
 from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.installed import BUILD, MODULE
 from still_export.package.programs import write_programs
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.targets.lower import lower_into
-from still_export.targets.ort.library import LIBRARY
+from still_export.targets.ort.library import LIBRARY, describe_build
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import RtxOptions, TrtOptions
@@ -138,3 +140,14 @@ def with_library(package: Package, library: str, folder: Path) -> OrtModel:
         raise
     assert model.native is not None
     return model
+
+
+def install_kernels(site: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, content: bytes = b"") -> Path:
+    """Put a still-export-kernels for processors `cpu`, whose library has `content`, into the folder `site` and on the path."""
+    path = site / MODULE / LIBRARY
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    (path.parent / BUILD).write_text(json.dumps(describe_build(path, cpu)))
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return path

@@ -64,7 +64,7 @@ def test_kernels_are_there_or_can_be_built(
         (tools / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tools))
     found = finding("--native")
-    assert not found.able and found.todo == "still-export kernels build"
+    assert not found.able and "still-export kernels build" in found.todo
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "cmake" in finding("--native").detail and "apt-get" in finding("--native").todo
     monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from still_export.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(out: Path) -> dict[str, str]:
     """This tree on the path, and what an installation would have written for vLLM to find the plugin by, in `out`."""
-    metadata = out / "entry" / "still_export-0.1.0.dist-info"
+    metadata = out / "entry" / f"still_export-{__version__}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: still-export\nVersion: 0.1.0\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: still-export\nVersion: {__version__}\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nstill = still_export.serving.vllm:register\n")
     paths = [metadata.parent, ROOT, ROOT / "graphs", ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
     quiet = {

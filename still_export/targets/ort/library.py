@@ -1,6 +1,7 @@
-"""The library of kernels for ONNX Runtime: one per processor kind for all models; in the wheel, or built once and cached.
+"""The library of kernels for ONNX Runtime: one per processor kind for all models; of still-export-kernels, or built once and cached.
 
-It selects instruction sets at run time. setup.py imports this module with only setuptools and filelock installed.
+It selects instruction sets at run time. The setup.py of still-export-kernels imports this module with only setuptools, filelock and
+nlohmann-json installed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import platform
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from still_export.package.files import sha256
+from still_export.package.installed import KERNELS, installed_kernels
 from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers, make_cache
 from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
+from still_export.version import __version__
 
 LIBRARY = "libstill_onnxruntime.so"
 BUILD_VARIABLE = "STILL_BUILD_KERNELS"
 """Environment variable; 0: exports do not build kernels on their own."""
 DIGEST = f"{LIBRARY}.sha256"
 SYSTEM = "Linux"
-PREBUILT = "lib"
-"""Folder next to the sources with a wheel's libraries, by processor."""
 SOURCES = ("CMakeLists.txt", "write_op_specs.py", "exports.map", "core", "cpu", "onnxruntime")
 FLAGS = ("CXXFLAGS", "LDFLAGS")
 """Environment variables with flags for CMake."""
@@ -35,16 +37,20 @@ def this_cpu() -> str:
 
 
 def find_library(cpu: str | None = None) -> Path | None:
-    """The library for processors `cpu` ("x86_64", "aarch64"; None: this machine's) in the wheel or the cache; None: it does not exist."""
+    """The library for processors `cpu` ("x86_64", "aarch64"; None: this machine's) of still-export-kernels, or else of the cache.
+
+    Returns:
+        None: there is neither, or, which a line on stderr says, still-export-kernels is of other sources than this still-export.
+    """
     if cpu is None and platform.system() != SYSTEM:
         return None
     cpu = cpu or this_cpu()
-    prebuilt, cached = SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu)
-    return prebuilt if prebuilt.is_file() else cached if _is_whole(cached) else None
+    cached = cached_library(cpu)
+    return _installed(cpu) or (cached if _is_whole(cached) else None)
 
 
 def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
-    """The library in the wheel or the cache, built first if missing: half a minute on two processors.
+    """The library of still-export-kernels or of the cache, built first if missing: one to three minutes of a processor.
 
     Args:
         cpu: Target processors; None: this machine's. Others need a cross compiler (aarch64-linux-gnu-g++).
@@ -87,6 +93,13 @@ def demand_build(include: Path | None = None) -> None:
 
 def cached_library(cpu: str) -> Path:
     """Path in the cache for the library of these sources, processor and flags."""
+    flags = repr([os.environ.get(name) for name in FLAGS])
+    digest = hashlib.sha256((sources_digest() + flags).encode()).hexdigest()
+    return cache_folder() / "kernels" / f"{cpu}-{digest[:16]}" / LIBRARY
+
+
+def sources_digest() -> str:
+    """SHA-256 of all sources that the library is compiled from."""
     digest = hashlib.sha256()
     files = [f for name in SOURCES for f in [SOURCE / name, *(SOURCE / name).rglob("*")] if f.is_file()]
     files += [*OP_FOLDERS.glob("*/spec.py"), *OP_FOLDERS.glob("*/cpu/*")]
@@ -94,8 +107,34 @@ def cached_library(cpu: str) -> Path:
         content = path.read_bytes()
         place = path.relative_to(SOURCE if SOURCE in path.parents else OP_FOLDERS)
         digest.update(f"{place} {len(content)}\n".encode() + content)
-    digest.update(repr([os.environ.get(name) for name in FLAGS]).encode())
-    return cache_folder() / "kernels" / f"{cpu}-{digest.hexdigest()[:16]}" / LIBRARY
+    return digest.hexdigest()
+
+
+def describe_build(library: Path, cpu: str) -> dict[str, Any]:
+    """What still-export-kernels says of its `library` for processors `cpu`, as build.json."""
+    from still_graphs.ops import OPS
+
+    return {
+        "version": __version__,
+        "library": LIBRARY,
+        "sha256": sha256(library),
+        "machine": cpu,
+        "sources": sources_digest(),
+        "ops": {name: spec.version for name, spec in OPS.items()},
+    }
+
+
+def _installed(cpu: str) -> Path | None:
+    """The library of still-export-kernels for `cpu`, if it was built from these sources."""
+    found = installed_kernels(cpu)
+    if found is None or found.sources == sources_digest():
+        return found and found.path
+    print(
+        f"{KERNELS} {found.version} is of other sources than this still-export {__version__}, so its library is not used. "
+        f"Run: pip install {KERNELS}=={__version__}.",
+        file=sys.stderr,
+    )
+    return None
 
 
 def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -> Path:

@@ -24,11 +24,13 @@ from still_export.package.refusals import CheckError
 from still_export.package.trust import trust, trusts
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime.ort import OrtModel, RunError
+from still_export.runtime.ort_session import native_library
 from still_export.targets.lower import lower
 from still_export.targets.ort.headers import cache_folder, make_cache
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.attack.forks import DOTS
 from tests.still_export.conftest import Exporter
+from tests.still_export.packages import install_kernels
 
 PROMPT = ["--prompt-ids", "5,6,7", "--tokens", "3"]
 
@@ -326,3 +328,24 @@ def test_external_files_finds_every_tensor_of_a_model() -> None:
 def test_names_that_lead_out_are_refused(name: str) -> None:
     with pytest.raises(CheckError, match="no file inside"):
         check_name(name, "m")
+
+
+def test_installed_kernels_are_trusted_and_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """still-export-kernels: its own library in a package, or in place of one for another machine; not with other versions of the ops."""
+    folder = tmp_path / "package"
+    library = install_kernels(tmp_path / "site", monkeypatch, platform.machine(), b"kernels")
+    folder.mkdir()
+    shutil.copy(library, folder / "kernel.so")
+    manifest: dict[str, Any] = {"native": native("kernel.so"), "ops": {"HybridAttention": 1}, "files": {}}
+    listed(manifest, "kernel.so", library)
+    assert native_library(folder, manifest) == folder / "kernel.so"
+    (folder / "kernel.so").write_bytes(b"other")
+    listed(manifest, "kernel.so", folder / "kernel.so")
+    assert native_library(folder, manifest) == library
+    manifest["native"] |= {"machine": "riscv64"}
+    assert native_library(folder, manifest) == library and not capsys.readouterr().err
+    manifest["ops"] |= {"HybridAttention": 2}
+    assert native_library(folder, manifest) is None and "is for Linux riscv64" in capsys.readouterr().err
+    assert native_library(folder, manifest, "cuda") is None

@@ -1,0 +1,54 @@
+"""What a release publishes, in the short form: built, audited, installed beside nothing of the clone, and used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.version import __version__
+from tests.test_imports import ROOT
+from tools.release_trial import audit
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.mark.slow
+def test_a_release_in_short(kernels_cache: Path, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {CACHE_VARIABLE: str(kernels_cache), "PYTHON": sys.executable}
+    command = ["bash", "tools/release.sh", str(tmp_path / "out"), "--short"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    made = sorted(path.name.replace(__version__, "VERSION") for path in (tmp_path / "out").iterdir())
+    assert made[0] == "SHA256SUMS" and made[1:3] == [
+        "still_export-VERSION-py3-none-any.whl",
+        "still_export-VERSION.tar.gz",
+    ]
+    assert made[3].startswith("still_export_kernels-VERSION-py3-none-manylinux_2_") and len(made) == 4
+    assert "run, run_ort.py, serve: " in done.stdout and "PASSED" in done.stdout
+
+
+def test_both_distributions_have_one_version() -> None:
+    (kernels,) = PROJECT["optional-dependencies"]["kernels"]
+    assert kernels.startswith(f"still-export-kernels=={__version__};")
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("found, fits", [("2_28", True), ("2_17", True), ("2_34", False), (None, False)])
+def test_a_wheel_for_older_systems_than_it_says_is_refused(found: str | None, fits: bool, tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    report.write_text(
+        f'w.whl is\nconsistent with the following platform tag:\n"manylinux_{found}_aarch64".\n' if found else "no ELF"
+    )
+    wheel = "still_export_kernels-1-py3-none-manylinux_2_28_aarch64.whl"
+    if fits:
+        audit(wheel, str(report))
+    else:
+        with pytest.raises(SystemExit, match="auditwheel"):
+            audit(wheel, str(report))

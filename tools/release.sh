@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# All that a release publishes, built, audited and tried. usage: bash tools/release.sh OUT [--short]
+#
+#   wheels      still-export; still-export-kernels for x86-64 and aarch64, compiled by zig for glibc 2.28
+#   sdist       of still-export
+#   audits      auditwheel (manylinux_2_28), twine check
+#   sbom/       CycloneDX: what each environment below holds
+#   SHA256SUMS  of all files
+#   trials      each wheel in an environment with nothing else: export, run, serve, verify. aarch64 under qemu-user, in a Debian root
+#
+# --short, which CI runs: still-export and the kernels for this machine as the cache has them, tried in an environment that sees the
+# packages of .venv; no SBOM. The whole needs 20 GB of disk, and of Debian: mmdebstrap, qemu-user-static, binfmt-support.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# -ge 1 ] || { sed -n 2,3p "$0" | cut -c3-; exit 2; }
+mkdir -p "$1"
+out=$(realpath "$1") short=
+[ "${2:-}" = --short ] && short=yes
+[ -z "$(ls -A "$out")" ] || { echo "release.sh: $out is not empty" >&2; exit 2; }
+python=${PYTHON:-python3} work=$PWD/build/release version=$("$python" -c 'exec(open("still_export/version.py").read()); print(__version__)')
+glibc=2.28
+mkdir -p "$work"
+say() { echo "== $*" >&2; }
+
+say "tools"
+tools=$work/tools/bin
+wanted=(build auditwheel twine filelock nlohmann-json "setuptools>=77")
+[ "$short" ] || wanted+=(ziglang==0.17.1 uv cyclonedx-bom)
+[ -x "$tools/python" ] || "$python" -m venv "$work/tools"
+"$tools/python" -m pip install -q --disable-pip-version-check "${wanted[@]}"
+
+# A copy of what git has or would have: builds leave nothing behind, and take nothing of earlier ones.
+source=$work/source
+rm -rf "$source"
+mkdir -p "$source"
+git ls-files -z --cached --others --exclude-standard | while IFS= read -rd '' f; do [ ! -f "$f" ] || printf '%s\0' "$f"; done \
+    | tar c --null -T - | tar x -C "$source"
+
+say "still-export $version: wheel and sdist"
+"$tools/python" -m build -q --no-isolation -o "$out" "$source"
+
+kernels() { # kernels CPU: the wheel of still-export-kernels
+    "$tools/python" -m build -q --no-isolation --wheel -o "$out" "-C--build-option=--plat-name=linux_$1" "$source/distributions/kernels"
+}
+here=$(uname -m)
+if [ "$short" ]; then
+    say "still-export-kernels for $here"
+    kernels "$here"
+else
+    # The compilers that CMake is told: for a cross build by name, for this machine by CXX.
+    compilers=$work/compilers
+    mkdir -p "$compilers"
+    for cpu in x86_64 aarch64; do
+        printf '#!/bin/sh\nexec "%s" -m ziglang c++ -target %s-linux-gnu.%s "$@"\n' "$tools/python" $cpu $glibc > "$compilers/$cpu-linux-gnu-g++"
+        chmod +x "$compilers/$cpu-linux-gnu-g++"
+    done
+    headers=$(STILL_CACHE=$work/headers PYTHONPATH=graphs "$tools/python" -c \
+        'from still_export.targets.ort.headers import fetch_headers; print(fetch_headers())')
+    for cpu in x86_64 aarch64; do
+        say "still-export-kernels for $cpu"
+        STILL_CACHE=$work/compiled STILL_ONNXRUNTIME_INCLUDE=${STILL_ONNXRUNTIME_INCLUDE:-$headers} PATH=$compilers:$PATH \
+            CXX=$compilers/$here-linux-gnu-g++ kernels $cpu
+    done
+fi
+
+say "audits"
+"$tools/python" -m twine check --strict "$out"/*
+for wheel in "$out"/still_export_kernels-*.whl; do
+    "$tools/auditwheel" show "$wheel" | tee "$work/auditwheel.txt" >&2
+    [ "$short" ] || grep -q "manylinux_2_${glibc#2.}_" <<< "$wheel" || { echo "release.sh: $wheel is not for glibc $glibc" >&2; exit 1; }
+    "$tools/python" tools/release_trial.py audit "$wheel" "$work/auditwheel.txt"
+done
+
+say "trial on $here"
+trial=$work/trial
+rm -rf "$trial"
+mkdir -p "$trial"
+mine=("$out"/still_export-*.whl "$out"/still_export_kernels-*"$here".whl)
+if [ "$short" ]; then
+    "$python" -m venv "$trial/venv"
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$trial/venv/lib/$(cd "$trial/venv/lib"; echo python*)/site-packages/others.pth"
+    "$trial/venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-index "${mine[@]}"
+else
+    mkdir -p "$out/sbom"
+    "$tools/uv" venv -q --python "$python" "$trial/venv"
+    "$tools/uv" pip install -q --python "$trial/venv/bin/python" --find-links "$out" "still-export[cpu,kernels]==$version"
+    "$tools/cyclonedx-py" environment --of JSON -o "$out/sbom/still-export-$version-$here.cdx.json" "$trial/venv/bin/python"
+fi
+env -u PYTHONPATH "$trial/venv/bin/python" tools/release_trial.py try assets/small "$trial/work"
+
+if [ -z "$short" ] && [ "$here" = x86_64 ]; then
+    say "trial on aarch64 (qemu-user)"
+    [ -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ] || {
+        echo "release.sh: no emulator of aarch64. Run: apt-get install qemu-user-static binfmt-support; update-binfmts --enable qemu-aarch64" >&2
+        exit 1
+    }
+    root=$work/aarch64
+    [ -e "$root/usr/bin/python3" ] || mmdebstrap -q --mode=root --variant=apt --architectures=arm64 --include=python3,libgomp1 \
+        "$(. /etc/os-release; echo "$VERSION_CODENAME")" "$root"
+    minor=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    rm -rf "$root/opt/site" "$root/opt/trial"
+    "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_28 --python-version "$minor" --target "$root/opt/site" \
+        --find-links "$out" --only-binary :all: "still-export[cpu,kernels]==$version"
+    "$tools/cyclonedx-py" environment --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" "$trial/venv/bin/python"
+    mkdir -p "$root/opt/trial"
+    cp -r assets/small tools/release_trial.py "$root/opt/trial"
+    chroot "$root" env PYTHONPATH=/opt/site PATH=/usr/bin:/bin python3 /opt/trial/release_trial.py try /opt/trial/small /opt/trial/work
+fi
+
+(cd "$out"; find . -type f -printf '%P\n' | sort | xargs sha256sum > "$work/SHA256SUMS"; mv "$work/SHA256SUMS" SHA256SUMS)
+say "released into $out"
+ls -l "$out" >&2
