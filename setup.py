@@ -23,6 +23,7 @@ setup(
             "linearization/recipes/*.yaml",
             "systems/*/*.yaml",
             "texts/words.json",
+            "texts/everyday.jsonl",
         ],
     },
     include_package_data=False,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from still_export.mixers.trainable import fused
 
-SLICE = 4096
-"""Positions with logits at a time."""
+SLICE = 1 << 25
+"""Logits at a time: 128 MB in float32, of which a handful exist at once."""
 
 
 @contextlib.contextmanager
@@ -53,8 +53,9 @@ class _HeadLosses(torch.autograd.Function):
         matrix = weight.to(dtype)
         compute = fused(loss_and_slope, hidden.device)
         losses, gradients = [], []
-        for first in range(0, len(hidden), SLICE):
-            part = slice(first, first + SLICE)
+        rows = max(1, SLICE // len(matrix))
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
             logits = hidden[part].to(dtype) @ matrix.T
             expected = None if teacher is None else teacher[part].to(dtype) @ matrix.T
             loss, slope = compute(logits, expected, following[part], None if answers is None else answers[part], wanted)

@@ -77,22 +77,29 @@ LOOKS_UP = 0.25
 
 @dataclass(frozen=True)
 class Needs:
-    """Each layer's share of all needs: `text` (see `text_needs`) and `lookup` (see `lookup_scores`)."""
+    """Each layer's share of all needs, by the layer's number: `text` (see `text_needs`) and `lookup` (see `lookup_scores`). Layers with a
+    window of their own have none."""
 
-    text: list[float]
-    lookup: list[float]
+    text: dict[int, float]
+    lookup: dict[int, float]
 
     def ranked(self) -> list[int]:
-        """All layers, by need of softmax; equal needs by index."""
-        return sorted(range(len(self.text)), key=lambda layer: (-self.text[layer] - self.lookup[layer], layer))
+        """All layers, by need of softmax; equal needs by number."""
+        return sorted(self.text, key=lambda layer: (-self.text[layer] - self.lookup[layer], layer))
 
     def text_left(self, count: int) -> float:
         """Share of the text's needs in the layers after the first `count`."""
         return sum(self.text[layer] for layer in self.ranked()[count:])
 
+    @classmethod
+    def read(cls, values: dict[str, dict[str, float]]) -> Needs:
+        """From JSON, whose keys are texts."""
+        return cls(**{name: {int(layer): share for layer, share in of.items()} for name, of in values.items()})
+
     def looking(self) -> int:
         """Number of layers that look facts up."""
-        return sum(score >= LOOKS_UP * max(self.lookup) for score in self.lookup)
+        most = max(self.lookup.values())
+        return sum(score >= LOOKS_UP * most for score in self.lookup.values())
 
 
 def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> Needs:
@@ -102,11 +109,12 @@ def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> 
     lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
     longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
     text = text_needs(model, attentions, held_out_rows(run.corpus, 1, longest).to(run.accelerator.device))
-    return Needs(shares(text), shares(lookup.tolist()))
+    layers = [attention.layer_idx for attention in attentions]
+    return Needs(*(dict(zip(layers, shares(values), strict=True)) for values in (text, lookup.tolist())))
 
 
 def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list[float]:
-    """By layer, the second-order change of the loss of ids [1, T] if the layer's softmax became the untrained student's.
+    """By linearized layer, the second-order change of the loss of ids [1, T] if the layer's softmax became the untrained student's.
 
     All layers run with the inputs of softmax layers, in both modes. One backward pass weighs the difference by the gradient of the loss. It
     is squared, because differences in either direction move away from the base's distribution (the empirical Fisher information).

@@ -21,7 +21,6 @@ from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.mixers.cache import state_table
-from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
 
 PLAN_FILE = "plan.json"
@@ -73,7 +72,7 @@ class BudgetPlan:
         for name in ("base", "tried"):
             bits = {int(context): value for context, value in values[name]["bits"].items()}
             values[name] = Measured(**{**values[name], "bits": bits})
-        return cls(**{**values, "needs": Needs(**values["needs"])})
+        return cls(**{**values, "needs": Needs.read(values["needs"])})
 
     def expected(self) -> float:
         """Largest expected increase of bits per byte, as a share."""
@@ -108,7 +107,7 @@ class Planner:
         run.adopt(self.recipe(self.plan, self.plan.count))
         chosen = ", ".join(map(str, sorted(self.plan.needs.ranked()[: self.plan.count])))
         run.log(
-            f"plan: {self.plan.count} of {run.layers} layers softmax ({chosen}), {self.plan.salient} of {run.still.chunk_size} tokens "
+            f"plan: {self.plan.count} of {run.described} softmax ({chosen}), {self.plan.salient} of {run.still.chunk_size} tokens "
             f"salient, state {self.state(self.plan.count, self.plan.salient):.0%} of the base's cache at {run.context:,} tokens; "
             f"{self.plan.steps} steps of {run.recipe.row_tokens:,} tokens; expected: bits per byte {self.plan.expected():+.1%} at most"
         )
@@ -116,7 +115,7 @@ class Planner:
     def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
         """The recipe of a plan with `count` softmax layers, and a rate for its steps."""
         softmax = plan.needs.ranked()[:count]
-        types = tuple(FULL if layer in softmax else self.requested.layer for layer in range(self.run.layers))
+        types = self.run.types(softmax)
         rate = self.requested.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
         return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
@@ -130,16 +129,16 @@ class Planner:
 
         def size(softmax: int) -> int:
             config = copy.copy(self.run.geometry)
-            types = tuple(FULL if layer < softmax else self.requested.layer for layer in range(self.run.layers))
+            types = self.run.types(self.run.replaceable[:softmax])
             config.still_config = replace(self.run.still, layer_types=types, salient_per_chunk=salient).to_dict()
             table = state_table(config, torch.float16)
             return table.size_bytes(1, table.rows(self.run.context))
 
-        return size(count) / size(self.run.layers)
+        return size(count) / size(len(self.run.replaceable))
 
     def _room(self, least: int) -> tuple[int, int]:
         """Returns (salient tokens per chunk, softmax layers that fit): the most tokens with room for `least` layers, if any fit."""
-        layers, salient = self.run.layers, max(1, self.run.still.chunk_size // DENSEST)
+        layers, salient = len(self.run.replaceable), max(1, self.run.still.chunk_size // DENSEST)
         while True:
             most = max((n for n in range(layers + 1) if self.state(n, salient) <= self.budget.state), default=-1)
             if most >= least or salient == 1:
@@ -154,12 +153,12 @@ class Planner:
         tokens = self._fit_yardstick(model, attentions)
         log("measuring what each layer needs")
         needs = needs_of(run, model, attentions)
-        set_modes(attentions, range(run.layers))
+        set_modes(attentions, run.replaceable)
         with run.accelerator.autocast():
             base = self.stick.measured(model)
         losses = ", ".join(f"{bits:.4f} at {context:,}" for context, bits in base.bits.items())
         log(f"base: bits per byte {losses}; finds {base.found} of {base.asked} facts")
-        count = min(needs.looking(), max(1, run.layers // 4))
+        count = min(needs.looking(), max(1, len(run.replaceable) // 4))
         salient, most = self._room(count)
         if salient != run.recipe.salient_per_chunk:
             run.adopt(self._trial(salient))
@@ -172,7 +171,7 @@ class Planner:
             with run.accelerator.autocast():
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
-            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.compared(base)}")
+            log(f"trial: {count} of {run.described} softmax, untrained: {tried.compared(base)}")
             plan = BudgetPlan(needs, count, most, salient, base, tried, tokens=tokens)
             expected = LEFT * worst(tried, base)
             if expected <= self.budget.loss or count == most:
@@ -184,7 +183,7 @@ class Planner:
 
     def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
         """Use fewer tokens if all would take more than MEASURING of the time; returns the number of tokens, 0: all."""
-        set_modes(attentions, range(self.run.layers))
+        set_modes(attentions, self.run.replaceable)
         ids = self.stick.rows[0][:, :PROBE]
         for _ in range(2):  # the first run allocates
             begin = time.monotonic()
@@ -226,7 +225,7 @@ class Planner:
     def _steps(self, plan: BudgetPlan, seconds: float) -> int:
         """Steps that fit into the time; `seconds`: time to measure a student's text."""
         run = self.run
-        if plan.count == run.layers:
+        if plan.count == len(run.replaceable):
             return 0
         run.adopt(self.recipe(plan, plan.count))
         question_share = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(
@@ -248,20 +247,19 @@ class Planner:
     def settle(self, model: Any, attentions: list[Trainable]) -> dict[str, Any]:
         """Measure the trained `model` and keep more layers softmax until the budget is met. Returns promises and results."""
         run, plan, count = self.run, self.plan, self.plan.count
-        linearized = [layer for layer in range(run.layers) if run.still.layer_type(layer) != FULL]
         least = math.ceil(self.budget.found * plan.base.found)
         while True:
             softmax = plan.needs.ranked()[:count]
-            set_modes(attentions, [linearized.index(layer) for layer in softmax if layer in linearized])
+            set_modes(attentions, softmax)
             forget_lora(model, softmax)
             with run.accelerator.autocast():
                 reached = self.stick.measured(model)
             loss = worst(reached, plan.base)
             met = loss <= self.budget.loss and reached.found >= least
-            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.compared(plan.base)}")
+            run.log(f"reached with {count} of {run.described} softmax: {reached.compared(plan.base)}")
             if met or count == plan.most:
                 break
-            wanted = count + max(1, run.layers // 10) if reached.found < least else 0
+            wanted = count + max(1, len(run.replaceable) // 10) if reached.found < least else 0
             if loss > self.budget.loss:
                 wanted = max(wanted, self.more(plan, count, loss))
             count = min(wanted, plan.most)
@@ -280,7 +278,7 @@ class Planner:
             "minutes": minutes,
             "promises": promises,
             "met": all(promise == MET for promise in promises.values()),
-            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
+            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.described} "
             f"softmax, state {state:.0%} of the base's cache at {run.context:,} tokens, {minutes:.1f} minutes. Promised {self.budget}: "
             + ", ".join(f"{name} {promise}" for name, promise in promises.items()),
         }
@@ -309,9 +307,9 @@ def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, 
 
 
 def set_modes(attentions: list[Trainable], softmax: Any) -> None:
-    """Set the layers `softmax` (indices) to teacher mode, all others to student mode."""
-    for index, attention in enumerate(attentions):
-        attention.mode = SOFTMAX if index in softmax else STUDENT
+    """Set the layers with the numbers `softmax` to teacher mode, all others to student mode."""
+    for attention in attentions:
+        attention.mode = SOFTMAX if attention.layer_idx in softmax else STUDENT
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError, unknown
 from still_export.linearization.budget import Budget
-from still_export.mixers.layers import HYBRID, SELECTED, Finder, Found, Linearizer
+from still_export.mixers.layers import HYBRID, SELECTED, WINDOWED, Finder, Found, Linearizer
 from still_export.options import check_options, flag_of, option
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Recipe:
             raise ConfigError(
                 f"--transfer-steps {self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
-        foreign = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        foreign = sorted(set(self.layer_types or ()) - {"full_attention", WINDOWED, self.layer})
         if foreign:
             raise ConfigError(
                 f"--layer-types names {', '.join(foreign)}; with --mixer {self.mixer} layers are full_attention or {self.layer}."

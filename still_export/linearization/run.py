@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.run_folder import RunFolder
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.hybrid_attention.module import HybridOpModule
-from still_export.mixers.layers import FULL
+from still_export.mixers.layers import FULL, WINDOWED
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.staging import staged_folder
@@ -84,6 +84,9 @@ class LinearizationRun:
         self.context = recipe.capacity_tokens or int(geometry.max_position_embeddings)
         recipe = recipe.fitted(self.context)
         self.geometry, self.layers, self.heads = geometry, geometry.num_hidden_layers, geometry.num_attention_heads
+        self.replaceable = [i for i in range(self.layers) if geometry.still.layer_type(i) != WINDOWED]
+        if not self.replaceable:
+            raise ConfigError(f"{recipe.base}: each layer has a window of its own, so there is nothing to linearize.")
         self.start = adapter.Start(recipe) if recipe.start else None
         self.adopt(recipe)
         model = self.load_base()
@@ -105,12 +108,29 @@ class LinearizationRun:
     def adopt(self, recipe: Recipe) -> None:
         """Continue with `recipe`, which has other layers or sizes."""
         self.recipe, self.still = recipe, recipe.still_config(self.layers, self.heads)
+        if len(self.replaceable) < self.layers and len(self.still.layer_types or ()) in (0, self.layers):
+            # The family's windows, by name, as config.json will have them.
+            softmax = [i for i in self.replaceable if self.still.layer_type(i) == FULL]
+            self.still = replace(self.still, layer_types=self.types(softmax))
         if self.start and recipe.window_factors is None:
             self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
         if recipe.window_factor_scale != 1:
             rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
             scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
             self.still = replace(self.still, window_factors=scaled)
+
+    def types(self, softmax: Sequence[int]) -> tuple[str, ...]:
+        """Types of all layers if those with the numbers `softmax` stay softmax; windows of the base's own stay."""
+        linear = self.recipe.layer
+        found = [linear if i in self.replaceable else WINDOWED for i in range(self.layers)]
+        return tuple(FULL if i in softmax else kind for i, kind in enumerate(found))
+
+    @property
+    def described(self) -> str:
+        """The number of layers that could stay softmax, in words."""
+        windows = self.layers - len(self.replaceable)
+        kept = f" ({windows} more keep the base's window)" if windows else ""
+        return f"{len(self.replaceable)} layers{kept}"
 
     def load_base(self) -> Any:
         """The base with untrained linear layers, or with those of the starting adapter; float32, frozen."""
@@ -186,14 +206,13 @@ class LinearizationRun:
         model = self.attach_lora(model) if recipe.lora_in_transfer else model
         for _, parameter in adapter.still_parameters(model, gate_weights=not recipe.low_rank_gates):
             parameter.requires_grad_(True)
-        linearized = [i for i in range(self.layers) if self.still.layer_type(i) != FULL]
         new = self.start.new_layers(self.still, self.layers) if self.start else []
         if new:  # the other layers were trained with the adapter's LoRA, and stay
             for name, parameter in model.named_parameters():
                 if not any(f".layers.{i}." in name for i in new):
                     parameter.requires_grad_(False)
         fuse_layers(model, self.accelerator.device)
-        known = [a for i, a in zip(linearized, attentions, strict=True) if new and i not in new]
+        known = [a for a in attentions if new and a.layer_idx not in new]
         return TransferObjective(model, [a for a in attentions if a not in known], known)
 
     def transfer(self) -> StageReport:

@@ -14,7 +14,7 @@ from still_export.linearization.needs import Needs, needs_of
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
-from still_export.mixers.layers import FULL, Finder, Found
+from still_export.mixers.layers import Finder, Found
 from still_export.texts.texts import held_out_rows
 
 
@@ -67,16 +67,16 @@ def select_layers(
         ConfigError: No layer would be left to linearize, or `output` exists without `force`.
     """
     run = _measuring(recipe, output, log, budget="")
-    if not 0 < count < run.layers:
+    if not 0 < count < len(run.replaceable):
         raise ConfigError(
-            f"{count} softmax layers of a model with {run.layers}: none is left to linearize. Choose fewer."
+            f"{count} softmax layers of a model with {run.described}: none is left to linearize. Choose fewer."
         )
     run.open_folder(False, force)
     log("measuring what each layer needs")
     model = run.load_base().to(run.accelerator.device)
     needs = needs_of(run, model, make_students(model))
     chosen = needs.ranked()[:count]
-    types = tuple(FULL if layer in chosen else recipe.layer for layer in range(run.layers))
+    types = run.types(chosen)
     choice = LayerChoice(chosen, needs, types)
     if run.accelerator.is_main_process:
         content = {**asdict(choice), "recipe": recipe.to_dict()}

@@ -19,6 +19,8 @@ STUDENT, SOFTMAX, TRANSFER = "student", "softmax", "transfer"
 class Trainable(Protocol):
     """A layer's module that can compute different outputs on whole sequences.
 
+    layer_idx: Number of its layer in the model. Layers that are not linearized, such as those with a window, have no Trainable, so a place
+        in a list of them is no such number.
     mode: "student"; "softmax": the base model's attention; "transfer": the output is softmax, and the student's error is stored in
         `difference`.
     save_memory: The student of a transfer is recomputed in the backward pass.
@@ -29,6 +31,7 @@ class Trainable(Protocol):
     selection: Loss of the selection, a scalar.
     """
 
+    layer_idx: int
     mode: str
     save_memory: bool
     selection_queries: Tensor | None

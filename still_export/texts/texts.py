@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError, DataError
+from still_export.package.chat_format import chat_format
+from still_export.package.refusals import RunError
+from still_export.texts.chats import FORMS, conversation, printed
 from still_export.texts.files import read_text
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
@@ -198,20 +201,25 @@ def read_chats(path: str | Path, tokenizer: Any, vocab_size: int) -> list[np.nda
     """Conversations as token ids in the tokenizer's chat template.
 
     Args:
-        path: File with one JSON list of messages {"role", "content"} per line.
+        path: File with one JSON conversation per line, in a form of `chats.conversation`.
 
     Raises:
         DataError: The file is unusable, or the tokenizer has no template.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    chat = chat_format(tokenizer)
+    if chat is None:
         raise DataError(f"{path}: the tokenizer has no chat template for conversations. Leave out --chat-file.")
     found = []
     for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
+        if not line.strip():
+            continue
         try:
-            text = tokenizer.apply_chat_template(json.loads(line), tokenize=False)
-        except Exception as error:  # templates may raise anything
-            raise DataError(f"{path}, line {number}: {error}. Every line is a JSON list of messages.") from error
+            text = printed(chat, conversation(json.loads(line)))
+        except (DataError, RunError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: {error} {FORMS}") from error
         found.append(tokenize(text, tokenizer, vocab_size))
+    if not found:
+        raise DataError(f"{path}: no conversation. {FORMS}")
     return found
 
 

@@ -294,7 +294,7 @@ def test_a_yardstick_keeps_its_shortest_parts(rows: list[int], prompts: list[int
 
 
 def test_more_layers_by_what_is_left() -> None:
-    needs = Needs(text=[0.4, 0.3, 0.2, 0.1], lookup=[0.0] * 4)
+    needs = Needs(text={1: 0.4, 3: 0.3, 4: 0.2, 6: 0.1}, lookup=dict.fromkeys((1, 3, 4, 6), 0.0))
     bits = Measured({1024: 1.0})
     plan = BudgetPlan(needs, count=1, most=4, salient=2, base=bits, tried=Measured({1024: 1.1}))
     planner = Planner.__new__(Planner)

@@ -124,7 +124,7 @@ def test_lengths_take_turns_and_rows_fill_the_batch(corpus: Corpus, tmp_path: Pa
     texts = [tokenizer.decode(row) for b in made for row in b.ids]
     assert 0.25 < sum("<user>How" in t for t in texts) / len(texts) < 0.55
     assert torch.equal(batches.batch(7).ids, made[7].ids)
-    for content, message in (("no json", "line 1"), ("", "empty")):
+    for content, message in (("no json", "line 1"), ("", "empty"), (json.dumps(talk) + "\n[]", "line 2")):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
             read_chats(path, tokenizer, 257)

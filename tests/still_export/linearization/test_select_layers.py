@@ -60,19 +60,19 @@ def test_the_planted_layer_needs_softmax_most(layer: int, text: Path, tmp_path: 
 
 
 def test_layers_are_chosen_by_both_needs(text: Path, tmp_path: Path) -> None:
-    needs = Needs(text=[0.1, 0.5, 0.3, 0.1], lookup=[0.7, 0.0, 0.1, 0.2])
+    needs = Needs(text={0: 0.1, 1: 0.5, 2: 0.3, 3: 0.1}, lookup={0: 0.7, 1: 0.0, 2: 0.1, 3: 0.2})
     assert needs.ranked() == [0, 1, 2, 3] and needs.looking() == 2
     assert [round(needs.text_left(n), 9) for n in range(5)] == [1.0, 0.9, 0.4, 0.1, 0.0]
     recipe = small_recipe(planted(tmp_path / "base", 1), text, sequence_length=192)
     choice = select_layers(recipe, 1, tmp_path / "layers")
-    assert choice.needs.text[1] > 0.9 and sum(choice.needs.lookup) == pytest.approx(1)
+    assert choice.needs.text[1] > 0.9 and sum(choice.needs.lookup.values()) == pytest.approx(1)
     saved = json.loads((tmp_path / "layers" / "layers.json").read_text())
     assert saved["layers"] == choice.layers and saved["layer_types"] == list(choice.layer_types)
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
     assert call("linearize", "--config", tmp_path / "recipe.yaml", "--rank-layers", "-o", tmp_path / "again") == 0
     assert json.loads((tmp_path / "again" / "layers.json").read_text())["layers"] == choice.layers
     for count in (3, 4):
-        with pytest.raises(ConfigError, match=f"{count} softmax layers of a model with 3: none is left"):
+        with pytest.raises(ConfigError, match=f"{count} softmax layers of a model with 3 layers: none is left"):
             select_layers(recipe, count, tmp_path / "others")
     with pytest.raises(ConfigError, match="exists"):
         select_layers(recipe, 1, tmp_path / "layers")
