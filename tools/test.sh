@@ -14,8 +14,11 @@ case ${1:-} in
     --all) kind=(); shift ;;
 esac
 # The native kernel's tests wait for a compiler for two minutes of a processor, of which pip leaves one.
-beside="nlohmann-json pytest"
-. "$(dirname "$0")/env.sh" dev env PYTHONPATH=graphs python -m tests.plugins.builds
+cd "$(dirname "$0")/.."
+bash tools/env.sh dev "nlohmann-json pytest" env PYTHONPATH=graphs python -m tests.plugins.builds
+. .venv/bin/activate
+# An environment that keeps no compiled modules compiles torch and transformers in each of a hundred processes, six seconds every time.
+unset PYTHONDONTWRITEBYTECODE
 ruff check .
 ruff format --check .
 files=()

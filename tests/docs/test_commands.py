@@ -61,7 +61,7 @@ ELSEWHERE = {
     "still-export MODEL --vision -o VISION": Elsewhere(VISION),
     "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
-    ". tools/env.sh cpu": Elsewhere(NETWORK),
+    "bash tools/env.sh cpu": Elsewhere(NETWORK),
     "bash tools/demo.sh": Elsewhere(REAL),
     "python -m tools.fetch_texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),
