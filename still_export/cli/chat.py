@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from still_export.cli.output import Output
-from still_export.package.trust import home
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError
 from still_export.runtime.text import Answer
@@ -140,8 +138,10 @@ def line_reader() -> Callable[[str], str | None]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    from still_export.disk import history_file
+
     try:
-        path = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local/state") / "still-export" / "chat-history"
+        path = history_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         history: Any = FileHistory(str(path))

@@ -70,11 +70,12 @@ VERBS: dict[str, dict[str, Any]] = {
     "inspect": PLAIN,
     "linearize": RECIPE,
     "doctor": PLAIN,
+    "cache": PLAIN,
 }
 """Verbs (a file each, with a function of its name), and the records that define their further flags."""
 
 PANELS = {
-    "Use": ("run", "serve", "inspect", "doctor"),
+    "Use": ("run", "serve", "inspect", "doctor", "cache"),
     "Make": ("export", "lower", "build", "kernels"),
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize",),

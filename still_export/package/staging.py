@@ -131,7 +131,7 @@ def sweep(parent: Path) -> None:
             _exchange(path, parent if inside else parent / match["name"])
         elif match["kind"] == "old" and not (parent / match["name"]).exists():
             path.rename(parent / match["name"])
-        elif match["kind"] == "old" or _lives(path) is False:
+        elif match["kind"] == "old" or writer_lives(path) is False:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -152,7 +152,7 @@ def _staging(target: Path, place: Path, alone: bool = True) -> Iterator[Path]:
     staging = place / f".{target.name}.{secrets.token_hex(6)}.staged"
     with _locked(place):
         sweep(place)
-        others = [p for p in place.glob(".*.staged") if _name(p) == target.name and _lives(p)]
+        others = [p for p in place.glob(".*.staged") if _name(p) == target.name and writer_lives(p)]
         if alone and others:
             raise PackageError(
                 f"another process is writing {target} (into {others[0].name}). Wait until it is done, or choose another folder."
@@ -237,7 +237,7 @@ def _hold(staging: Path) -> int | None:
     return handle
 
 
-def _lives(staging: Path) -> bool | None:
+def writer_lives(staging: Path) -> bool | None:
     """Whether the writer of a staged folder lives; None: unknown."""
     try:
         handle = os.open(staging / ALIVE, os.O_RDWR)

@@ -26,6 +26,8 @@ NAME = "libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"
 URL = f"http://deb.debian.org/debian/pool/main/o/onnxruntime/{NAME}"
 SHA256 = "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"
 TIMEOUT_S = 60
+HEADERS, LIBRARIES = "onnxruntime-include", "onnxruntime-lib"
+"""Folders of the cache."""
 
 
 def cache_folder() -> Path:
@@ -53,7 +55,7 @@ def make_cache(folder: Path) -> Path:
 
 
 def fetched_headers() -> Path:
-    return cache_folder() / "onnxruntime-include"
+    return cache_folder() / HEADERS
 
 
 def find_onnxruntime_headers(include: Path | None = None) -> Path:
@@ -130,7 +132,7 @@ def compiler_flags(genai: bool = False) -> list[str]:
         raise PluginBuildError(
             f"{_wheel('onnxruntime')} has no capi/libonnxruntime.so: link ONNX Runtime's own release."
         )
-    folder = make_cache(cache_folder() / "onnxruntime-lib" / hashlib.sha256(str(found[-1]).encode()).hexdigest()[:16])
+    folder = make_cache(cache_folder() / LIBRARIES / hashlib.sha256(str(found[-1]).encode()).hexdigest()[:16])
     library = folder / "libonnxruntime.so.1"
     if not library.exists():
         library.unlink(missing_ok=True)
