@@ -23,7 +23,7 @@ from still_export.errors import (
     PackageError,
     UnsupportedModelError,
 )
-from still_export.package.files import MANIFEST
+from still_export.package.files import MANIFEST, stand_in
 
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize accepts them."""
@@ -245,7 +245,13 @@ def _not_linearized(source: str, model_type: str) -> NotLinearizedError:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if it is damaged, which its reader reports."""
+    """The JSON object in a file; {} if it is damaged, which its reader reports.
+
+    Raises:
+        CheckpointError: It is a pointer of Git LFS, or a web page.
+    """
+    if instead := stand_in(path):
+        raise CheckpointError(f"{path} is {instead}.")
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
-from still_export.folders.codes import TYPES
-from still_export.folders.weights import PICKLE_SUFFIXES, Head, heads_of, weight_files
+from still_export.folders.weights import PICKLE_SUFFIXES, TYPES, Head, heads_of, weight_files
 
 _KNOWN_FILES = re.compile(
     r"config\.json|generation_config\.json|adapter_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab.*|merges\.txt"

@@ -7,16 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from still_export.folders.weights import Head
+from still_export.folders.weights import TYPES, Head
 
-TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8",
-    "F8_E5M2": "float8",
-}
 _OF_CODES = (
     *(".qzeros", ".scales", ".g_idx", ".SCB"),
     *(f".weight_{name}" for name in ("scale", "scale_inv", "scale_2", "zero_point", "shape", "g_idx", "global_scale")),

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
+from still_export.package.files import stand_in
 
 LINKED = (".safetensors", ".json", ".jinja", ".model")
 """Suffixes of files that are read of a model's folder."""
@@ -172,6 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file does not contain a JSON object.
     """
+    refuse_stand_in(path)
     try:
         text = path.read_text(encoding="utf-8")
         if text.startswith("\ufeff"):
@@ -200,6 +202,13 @@ def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = 
     return values
 
 
+def refuse_stand_in(path: Path) -> Path:
+    """Return `path`; CheckpointError if it holds a pointer of Git LFS or a web page instead of its content."""
+    if instead := stand_in(path):
+        raise CheckpointError(f"{path} is {instead}.")
+    return path
+
+
 def check_links(folder: Path) -> None:
     """Raise CheckpointError if a file of a model in `folder` is a link to one that is gone, as in a hub cache that was cleaned."""
     for path in sorted(folder.iterdir()):
@@ -209,6 +218,8 @@ def check_links(folder: Path) -> None:
 
 def check_tokenizer_files(folder: Path) -> None:
     """Raise CheckpointError if a tokenizer file in `folder` is damaged."""
+    for name in ("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"):
+        refuse_stand_in(folder / name)
     for name, kind in (("tokenizer.json", Tokenizer), ("tokenizer_config.json", TokenizerConfig)):
         if (folder / name).is_symlink() or (folder / name).exists():
             read_checked(folder / name, kind)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.package.files import stand_in
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _PIECES = {"unknown": 0, "bos": 1, "eos": 2}
@@ -139,6 +140,8 @@ def _reader(open_file: type, path: Path) -> Any:
             kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
             return np.frombuffer(self.data, kind, int(count), int(offset))
 
+    if instead := stand_in(path):
+        raise CheckpointError(f"{path} is {instead}.")
     try:
         with path.open("rb") as file:
             magic = file.read(4)

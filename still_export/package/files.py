@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterable
@@ -31,6 +32,35 @@ PLUGIN = "libstill_tensorrt"
 """Prefix of the names of plugin libraries."""
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
 """Metadata entries of the graph, as JSON, and the manifest's fields they come from."""
+
+
+_STAND_INS = (
+    (
+        rb"version https://git-lfs\.github\.com|# xet version|(/|\.git/|\.\./)*annex/objects/",
+        "a Git LFS pointer, not the file itself: the repository was cloned without its large files. Run `git lfs install` and "
+        "`git lfs pull` there, or fetch it with `hf download`",
+    ),
+    (
+        rb"<(!doctype|html|head|\?xml|error)",
+        "a web page (HTML or XML) that was saved in the place of the file, such as one for signing in. Fetch the file itself",
+    ),
+    (
+        rb'\{\s*"(error|message)"\s*:|(Entry|Repository) not found|Invalid (username|credentials)|Access to (this )?model|Unauthorized',
+        "an error message of a server that was saved in the place of the file. Fetch the file itself; gated models need `hf auth login`",
+    ),
+)
+"""Beginnings of what is found in the place of a file, and what it is."""
+
+
+def stand_in(path: Path) -> str:
+    """What `path` holds instead of the file that its name promises, and what to do; "": nothing of the kind."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1024)
+    except OSError:  # its reader says so
+        return ""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return next((what for begin, what in _STAND_INS if re.match(begin, text, re.IGNORECASE)), "")
 
 
 def recorded_text(manifest: dict[str, Any], field: str) -> str:
@@ -111,6 +141,8 @@ def check_hash(folder: Path, manifest: dict[str, Any], name: str) -> Path:
 
 
 def _changed(path: Path, what: str, again: str) -> CheckError:
+    if instead := stand_in(path):
+        return CheckError(f"{path} is {instead}.")
     return CheckError(f"{path} is not the file that was exported: its {what} differs from that in {MANIFEST}. {again}")
 
 

@@ -33,6 +33,8 @@ _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
 _LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
 _WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
 _LORA = re.compile(r"(.*)\.lora_([AB])(?:\.(?!bias$)[^.]+)?(?:\.weight)?")
+_WRAPPED = re.compile(r"(?<![^.])_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module|forward_module)\.")
+"""Parts of names by torch.compile, FSDP, activation checkpointing and training frameworks, anywhere in a name."""
 _OF_LANGUAGE = ("model.language_model.", "language_model.model.", "model.")
 _LANGUAGE = re.compile("|".join(map(re.escape, _OF_LANGUAGE)))
 W = TypeVar("W")
@@ -55,11 +57,11 @@ def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
     result: dict[str, W] = {}
     names: dict[str, str] = {}
     for stored, tensor in tensors.items():
-        name = stored.removeprefix("module.")
+        name = _WRAPPED.sub("", stored).removeprefix("module.")
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
                 name = plain + name.removeprefix(prefix)
-        name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
+        name = name.replace(".base_layer.", ".")
         name = f"model.{name}" if name.startswith(_OF_BASE) else name
         if name in result:
             raise duplicate_error(name, names[name], stored)

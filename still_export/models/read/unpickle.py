@@ -1,7 +1,8 @@
-"""Turn a pickled checkpoint into safetensors: python -m still_export.models.read.unpickle FILE.pt OUT.safetensors
+"""Turn pickled checkpoints into safetensors: python -m still_export.models.read.unpickle FILE.pt [OUT.safetensors]
 
-LoLCATs publishes its feature maps and adapters as `model.pt`. The restricted unpickler is used, which builds tensors and containers and
-calls nothing else; a file that needs more is refused.
+A folder stands for all pickles of a model in it (pytorch_model*.bin); each becomes a file of the same name. LoLCATs publishes its feature
+maps and adapters as `model.pt`. The restricted unpickler is used, which builds tensors and containers and calls nothing else; a file that
+needs more is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from still_export.errors import CheckpointError, StillExportError
+from still_export.folders.weights import SAFE
 
-CONTAINERS = ("model_state_dict", "state_dict", "model")
+CONTAINERS = ("model_state_dict", "state_dict", "model", "module")
+"""Names of the state dict among others; DeepSpeed's is "module"."""
 
 
 def unpickle(source: Path, target: Path) -> int:
@@ -50,12 +53,20 @@ def unpickle(source: Path, target: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Command line: two paths. Returns the exit code."""
-    if len(arguments) != 2:
+    """Command line: one or two paths. Returns the exit code."""
+    if len(arguments) not in (1, 2):
         print(__doc__, file=sys.stderr)
         return 2
+    source = Path(arguments[0])
+    sources = sorted(source.glob("pytorch_model*.bin")) if source.is_dir() else [source]
+    targets = [Path(arguments[1])] if arguments[1:] else [path.with_suffix(SAFE) for path in sources]
     try:
-        print(f"{unpickle(Path(arguments[0]), Path(arguments[1]))} tensors in {arguments[1]}")
+        if len(sources) != len(targets) or not sources:
+            raise CheckpointError(
+                f"{source} has {len(sources)} files pytorch_model*.bin. Give one file, or a folder without a target."
+            )
+        for one, target in zip(sources, targets, strict=True):
+            print(f"{unpickle(one, target)} tensors in {target}")
     except StillExportError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -56,12 +56,21 @@ READ: dict[str, Callable[[Path, Tensors], Any]] = {
     "an adapter without its configuration": lambda d, t: save_file(
         {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24)}, d / "adapter_model.safetensors"
     ),
+    "shards without an index": lambda d, t: (shards(d, t, index=False), (d / SINGLE).unlink()),
     "shards and others": lambda d, t: (shards(d, t), (d / SINGLE).unlink(), save_file(halved(t), d / "zz.safetensors")),
 }
 REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
-    "shards without an index": (
-        lambda d, t: (shards(d, t, index=False), (d / SINGLE).unlink()),
-        "neither model.safetensors nor",
+    "shards without an index, one of them lost": (
+        lambda d, t: (
+            shards(d, t, index=False),
+            (d / SINGLE).unlink(),
+            (d / "model-00002-of-00002.safetensors").rename(d / "model-00003-of-00003.safetensors"),
+        ),
+        r"neither model\.safetensors nor",
+    ),
+    "shards without an index, of two models": (
+        lambda d, t: (shards(d, t, index=False, extra={"a": torch.ones(1)}), (d / SINGLE).unlink()),
+        r"a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors",
     ),
     "a tensor in two shards": (
         lambda d, t: (shards(d, t, extra={"model.norm.weight": torch.ones(24)}), (d / SINGLE).unlink()),
