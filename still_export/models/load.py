@@ -139,7 +139,8 @@ def _opened(
     found.overlays = overlays
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
-    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, found.source)
+    plain = convert.plain_names(found.tensors)
+    found.tensors = convert.merge_lora(plain, found.adapter, found.source, found.model_type)
     return found
 
 
@@ -317,9 +318,10 @@ def _overlay(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
         and not ends & {"lm_head", "head"}
     ):
         found.own_embedding = path
-    found.tensors.update({convert.name_in_base(name, found.tensors): tensor for name, tensor in added.items()})
+    in_base = convert.names_in_base(found.tensors, found.model_type)
+    found.tensors.update({in_base(name): tensor for name, tensor in added.items()})
     if any("lora_" in name for name in added):
-        found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))
+        found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)), found.model_type)
         found.adapter = None
 
 

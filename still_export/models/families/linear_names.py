@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,14 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     return {**inherited, **text, "model_type": kind}
 
 
+def model_name(model_type: str) -> Callable[[str], str]:
+    """Maps names of a family's published tensors to the model's; the model's own stay."""
+    kind = model_type.removeprefix("still_")
+    published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
+    rename = published.renamed or partial(_renamed, parts=(*_NAMES.get(kind, ()), *published.names))
+    return lambda name: rename(_LANGUAGE.sub("model.", name))
+
+
 def published_names(
     model_type: str, tensors: Weights, config: Mapping[str, Any]
 ) -> tuple[dict[str, Weight], dict[str, dict[str, Weight]]]:
@@ -90,14 +98,13 @@ def published_names(
     """
     kind = model_type.removeprefix("still_")
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
-    names = (*_NAMES.get(kind, ()), *published.names)
-    rename = published.renamed or partial(_renamed, parts=names)
+    to_model = model_name(model_type)
     language: dict[str, Weight] = {}
     old_names: dict[str, str] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
-        new_name = rename(_LANGUAGE.sub("model.", name))
+        new_name = to_model(name)
         what = next((what for begin, what in NOT_LANGUAGE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(new_name)) and int(layer[1]) >= behind:
             what = AHEAD

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.read.checkpoint import open_tensors
-from still_export.models.read.convert import merge_lora, name_in_base, plain_names
+from still_export.models.read.convert import merge_lora, names_in_base, plain_names
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
 
 
@@ -40,18 +40,20 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
         for place in places
         for name, outputs in zip(place["weights"], place["outputs"], strict=True)
     }
+    family = str(manifest["model"]["family"])
+    in_base = names_in_base(shapes, family)
     for name in tensors:
         if "lora_" not in name:
             raise ConfigError(
                 f"--adapter {path} holds {name}, which is no LoRA; only LoRA is exchanged while a package runs. Export with "
                 f"--overlay {path}."
             )
-        if name_in_base(target := f"{name.partition('.lora_')[0]}.weight", shapes) not in shapes:
+        if in_base(target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
     empty = {
         name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()
     }
-    merged = merge_lora({**empty, **tensors}, read_adapter_config(config), str(path))
+    merged = merge_lora({**empty, **tensors}, read_adapter_config(config), str(path), family)
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()

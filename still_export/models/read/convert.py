@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from still_export.folders.adapter_config import lora_scale
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
+from still_export.models.families.linear_names import model_name
 from still_export.models.read.checkpoint import in_range
 from still_export.models.read.weights import (
     Adapted,
@@ -69,12 +70,25 @@ def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
     return result
 
 
-def name_in_base(name: str, base: Collection[str]) -> str:
-    """An adapter's name of a weight as `base` has it: the language model of a model with images has another prefix by itself."""
-    match = _LANGUAGE.match(name)
-    if name in base or match is None:
-        return name
-    return next((found for prefix in _OF_LANGUAGE if (found := prefix + name[match.end() :]) in base), name)
+def names_in_base(base: Collection[str], model_type: str = "") -> Callable[[str], str]:
+    """Maps an adapter's names of weights to those of `base`; names without a counterpart stay.
+
+    PEFT names modules of the class that it trained, which files of the same family may call otherwise (`backbone` and `model`). Two names
+    mean the same weight if they become the same name of the model. The language model of a model with images has another prefix by itself.
+    """
+    to_model = model_name(model_type)
+    by_model_name = {to_model(name): name for name in base}
+
+    def find(name: str) -> str:
+        if name in base:
+            return name
+        if (found := by_model_name.get(to_model(name))) is not None:
+            return found
+        match = _LANGUAGE.match(name)
+        others = [] if match is None else [prefix + name[match.end() :] for prefix in _OF_LANGUAGE]
+        return next((other for other in others if other in base), name)
+
+    return find
 
 
 def is_released(tensors: Mapping[str, Any]) -> bool:
@@ -207,12 +221,15 @@ def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) ->
     )
 
 
-def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str) -> dict[str, Weight]:
+def merge_lora(
+    tensors: Weights, adapter: Mapping[str, Any] | None, source: str, model_type: str = ""
+) -> dict[str, Weight]:
     """Add every LoRA pair to its weight, lazily.
 
     Args:
         adapter: adapter_config.json with `lora_alpha` and `r`; None where the checkpoint has none.
         source: The files of the tensors, for messages.
+        model_type: The family, whose names of weights the adapter may have in another form.
 
     Raises:
         CheckpointError: A pair is incomplete, fits no weight, or its scale is unknown.
@@ -234,8 +251,9 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
             f"{source} has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
             "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."
         )
+    in_base = names_in_base(result, model_type)
     for module, pair in pairs.items():
-        target = name_in_base(f"{module}.weight", result)
+        target = in_base(f"{module}.weight")
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
             # A low-rank gate is only LoRA's product: a fresh gate's weight is zero and not stored.
             shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype

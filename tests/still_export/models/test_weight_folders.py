@@ -20,6 +20,7 @@ from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
 from tests.still_export.files import edit_json, read_json
+from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
@@ -332,3 +333,58 @@ def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", pad_token_id=read_json(tmp_path / "config.json")["vocab_size"])
     with pytest.raises(ConfigError, match=r"pad_token_id=\d+ in config.json is no token of the"):
         load_model(tmp_path, attach_untrained=True)
+
+
+BY_MODULES = (
+    "nemotron_h",
+    "mamba2",
+    "mamba",
+    "falcon_mamba",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2",
+    "falcon_h1",
+    "bamba",
+)
+
+
+@pytest.mark.parametrize("family", BY_MODULES)
+def test_adapters_by_names_of_modules_or_of_files(family: str, tmp_path: Path) -> None:
+    """PEFT writes names of modules; files of a family may have others. Its pairs change the weights that they are trained for."""
+    model = expert_model(family) if family in SPARSE else linear_model(family)
+    model.save_pretrained(tmp_path / "m")
+    stored = load_file(tmp_path / "m" / SINGLE)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {name: module for name, module in linear.items() if "lm_head" not in name and "expert" not in name}
+    plain = open_source(tmp_path / "m")
+    before = {name: value_of(weight) for name, weight in plain.weights.items()}
+    kept = {id(module.weight): module.weight.detach().clone() for module in linear.values()}
+
+    def changed(names: dict[str, torch.nn.Linear]) -> dict[str, Tensor]:
+        pairs, generator = {}, torch.Generator().manual_seed(0)
+        for name, module in names.items():
+            outputs, inputs = module.weight.shape
+            pairs[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, inputs, generator=generator)
+            pairs[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, 2, generator=generator)
+        (tmp_path / "a").mkdir(exist_ok=True)
+        save_file(pairs, tmp_path / "a/adapter_model.safetensors")
+        (tmp_path / "a/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+        found = open_source(tmp_path / "m", overlays=[tmp_path / "a"]).weights
+        return {name: value_of(weight) - before[name] for name, weight in found.items()}
+
+    deltas = changed(linear)
+    assert sum(bool(delta.any()) for delta in deltas.values()) == len(linear)
+    of_files = {
+        name.removesuffix(".weight"): module
+        for name, tensor in stored.items()
+        for module in linear.values()
+        if tensor.shape == module.weight.shape and torch.equal(tensor, kept[id(module.weight)])
+    }
+    ordered = {
+        next(n for n, m in of_files.items() if m is module): module
+        for module in linear.values()
+        if module in of_files.values()
+    }
+    if len(ordered) == len(linear):
+        again = changed(ordered)
+        assert all(torch.equal(again[name], delta) for name, delta in deltas.items())
