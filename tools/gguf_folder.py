@@ -17,7 +17,7 @@ def write_folder(gguf: Path, folder: Path) -> Path:
     from still_export.gguf.tokenizer import read_tokenizer
     from still_export.models.gguf.model import read_gguf
 
-    family, config, weights = read_gguf(gguf)
+    family, config, _, weights = read_gguf(gguf)
     values = {name: value for name, value in config.items() if name != "model_type"}
     described = AutoConfig.for_model(family, **values, dtype="float32")
     described.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]

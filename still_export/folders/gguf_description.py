@@ -9,7 +9,7 @@ from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.folders.words import layers_of, template_of
 from still_export.gguf.architectures import ROPE_TABLE, place, read_config, target_of
 from still_export.gguf.container import Container, open_gguf
-from still_export.gguf.shared import BLOCK, Architecture, Config, View
+from still_export.gguf.shared import BLOCK, ENCODERS, GUESSES, Architecture, Config, View, what_of
 from still_export.gguf.tokenizer import make_tokenizer, templates
 from still_export.gguf.types import BLOCKS, FORMS, bits_of
 from still_export.sources import SOFTMAX
@@ -58,7 +58,7 @@ def _demand_places(view: View, architecture: Architecture) -> None:
 
 def _model(file: Container, config: Config) -> str:
     kinds = config.get("layer_types") or config.get("layers_block_type") or ()
-    numbers = sum(int(tensor.n_elements) for tensor in file.tensors.values())
+    numbers = sum(int(tensor.n_elements) for name, tensor in file.tensors.items() if what_of(name) is None)
     parts = f", in {len(file.parts)} files" if len(file.parts) > 1 else ""
     family = config["model_type"]
     softmax = "; softmax layers, which linearize replaces" if family in SOFTMAX else ""
@@ -71,6 +71,8 @@ def _model(file: Container, config: Config) -> str:
 def _weights(file: Container) -> str:
     found: dict[str, Counter[str]] = {}
     for name, tensor in file.tensors.items():
+        if what_of(name) is not None:
+            continue
         match = BLOCK.fullmatch(name)
         part = match[2] if match else name
         kind = "experts" if "_exps" in part else "layers" if match else part.removesuffix(".weight")
@@ -83,7 +85,7 @@ def _weights(file: Container) -> str:
     coded = {name for types in found.values() for name in types if bits_of(name)}
     lost = sorted(coded - _PRESERVED)
     parts.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
-    many = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    many = [tensor for name, tensor in file.tensors.items() if len(tensor.shape) > 1 and what_of(name) is None]
     numbers = sum(int(tensor.n_elements) for tensor in many)
     parts.append(f"{8 * sum(int(t.n_bytes) for t in many) / numbers:.1f} bits a weight" if numbers else "")
     return "; ".join(part for part in parts if part)
@@ -107,4 +109,6 @@ def _tokenizer(file: Container) -> str:
 def _ignored(file: Container, config: Config) -> str:
     behind = config["num_hidden_layers"]
     ahead = {int(m[1]) for name in file.tensors if (m := BLOCK.fullmatch(name)) and int(m[1]) >= behind}
-    return f"{len(ahead)} layers that guess tokens ahead (--speculate exports them)" if ahead else "nothing"
+    parts = [f"{len(ahead)} layers that guess tokens ahead (--speculate exports them)"] if ahead else []
+    others = Counter(what for name in file.tensors if (what := what_of(name)) in (ENCODERS, GUESSES))
+    return ", ".join([*parts, *(f"{count} tensors of {what}" for what, count in others.items())]) or "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,17 @@ def read_config(path: Path) -> tuple[View, Architecture, Config]:
     return view, architecture.others.get(config["model_type"], architecture), config
 
 
+_NOT_TEXT = re.compile(
+    r"(vision|audio|clip|mm|projector)\..+|(.+_)?(image|video|audio|vision)(_\w+)?_token_id|(rope\.)?mrope_\w+|rope\.dimension_sections"
+)
+"""Keys of encoders of images and sounds, of their tokens, and of their positions, as Ollama's converter writes them: text has one number
+for each token."""
+
+
 def _refuse_unread(view: View) -> None:
     for name, value in view.keys.unread():
+        if _NOT_TEXT.fullmatch(name):
+            continue
         neutral = _NEUTRAL.get(name, ())
         values = value if isinstance(value, list) else [value]
         if not all(any(one == known for known in neutral) for one in values):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,16 @@ from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.package.files import stand_in
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys under general.sampling, and transformers' names."""
+_OF_OTHERS = ("penalty_last_n", "xtc_threshold", "mirostat_tau", "mirostat_eta")
+"""Keys that have no effect without others."""
 _PIECES = {"unknown": 0, "bos": 1, "eos": 2}
 _LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, TypeError, MemoryError, RecursionError)
 
@@ -52,6 +63,39 @@ class Container:
         if default is not None and default >= len(self.value("tokenizer.ggml.tokens", [])):
             default = None
         found: int | None = self.value(f"tokenizer.ggml.{name}_token_id", default)
+        return found
+
+    def scale(self, name: str) -> np.ndarray | None:
+        """Factors of a whole weight, float32 [1] or one for each expert, which llama.cpp's converter puts beside NVFP4; None: none.
+
+        The scale of its inputs (`.input_scale`), for products in 4 bits, changes no weight.
+        """
+        tensor = self.tensors.get(f"{name.removesuffix('.weight')}.scale") if name.endswith(".weight") else None
+        return None if tensor is None else np.asarray(tensor.data, np.float32).reshape(-1)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling settings that the file recommends, in the fields of generation_config.json."""
+        found: dict[str, Any] = {}
+        for key, name in _SAMPLING.items():
+            value = self.value(f"general.sampling.{key}", None)
+            if value is not None:
+                found[name] = value if isinstance(value, int) else float(str(np.float32(value)))
+        others = [
+            f"{key}={value}"
+            for key in self.fields
+            if key.startswith("general.sampling.")
+            and key.removeprefix("general.sampling.") not in (*_SAMPLING, "sequence", *_OF_OTHERS)
+            and (value := self.value(key))
+        ]
+        if others:
+            logging.getLogger(__name__).warning(
+                "%s sets %s, which no program here applies", self.path, ", ".join(others)
+            )
+        if found:
+            found["do_sample"] = found.get("temperature", 1.0) != 0
+        if not found.get("do_sample", True):  # greedy, where the others have no effect
+            found = {"do_sample": False}
         return found
 
     @property

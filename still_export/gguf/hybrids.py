@@ -46,6 +46,7 @@ _DELTA = {
     "post_attention_norm": "post_attention_layernorm",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_dt": "linear_attn.dt_bias",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -65,12 +66,12 @@ _NORMS = (
 
 def _delta(view: View, model_type: str) -> Config:
     keys = view.keys
-    keys("rope.dimension_sections", None)  # for positions of images; text has one number
     keys("full_attention_interval", None)  # tensors show which layers are softmax
     kinds = view.kinds(linear_attention="ssm_a", full_attention="attn_q")
     recurrent = keys("attention.recurrent_layers", None)
     if recurrent is not None and [k == "linear_attention" for k in kinds] != list(map(bool, recurrent))[: view.layers]:
         raise view.refuse("attention.recurrent_layers that its tensors contradict")
+    keys("ssm.v_head_reordered", None)  # see _qwen35_edits
     count = keys.whole("ssm.time_step_rank")
     sizes = heads(view, channels=2)
     config = {
@@ -106,6 +107,8 @@ def _delta_edits(view: View, config: Config) -> dict[str, Edit]:
 
 def _qwen35_edits(view: View, config: Config) -> dict[str, Edit]:
     """The file orders value heads by turns over key heads; transformers puts the value heads of one key head together."""
+    if not view.keys("ssm.v_head_reordered", True):
+        return _delta_edits(view, config)
     count, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
     size, keys = config["linear_value_head_dim"], 2 * groups * config["linear_key_head_dim"]
     one, wide = grouped(count, groups, 1), grouped(count, groups, size)
@@ -264,6 +267,7 @@ _KIMI = {
     "ssm_beta": "self_attn.b_proj",
     "ssm_a": "self_attn.A_log",
     "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_dt": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
 }
 

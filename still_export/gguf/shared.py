@@ -56,6 +56,17 @@ _UNTIED = ("kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7", "olmo2")
 """Architectures with an untied head; a file without one is incomplete."""
 
 
+ENCODERS, GUESSES = "encoders of images and sounds", "heads that guess tokens ahead"
+_NOT_LANGUAGE = {r"(v|a|mm)\..+": ENCODERS, r"mtp\..+": GUESSES, r".+\.(input_)?scale": "scales"}
+"""Patterns of tensors outside the language model: encoders of images and sounds, heads that guess tokens ahead in the form of Ollama's
+converter, and scales of low-bit weights, which are read with their weight (`Container.scale`)."""
+
+
+def what_of(name: str) -> str | None:
+    """What a tensor outside the language model is for; None: it belongs to the model."""
+    return next((what for pattern, what in _NOT_LANGUAGE.items() if re.fullmatch(pattern, name)), None)
+
+
 class View:
     """A file, read by its architecture."""
 
@@ -71,7 +82,7 @@ class View:
             )
         self._parts: list[set[str]] = [set() for _ in range(blocks)]
         for name in file.tensors:
-            if match := BLOCK.fullmatch(name):
+            if (match := BLOCK.fullmatch(name)) and what_of(name) is None:
                 if int(match[1]) >= blocks:
                     raise CheckpointError(f"{file.path} has {name}, beyond its {blocks} blocks. It is damaged.")
                 self._parts[int(match[1])].add(match[2].removesuffix(".weight"))
@@ -160,8 +171,8 @@ class Architecture:
     others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
-        """Whether a tensor is not read."""
-        return bool(self.skipped and re.fullmatch(self.skipped, name))
+        """Whether a tensor is no weight of the language model that is read."""
+        return what_of(name) is not None or bool(self.skipped and re.fullmatch(self.skipped, name))
 
 
 def common(view: View, model_type: str) -> Config:

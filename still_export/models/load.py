@@ -271,8 +271,8 @@ def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -
     path = resolve_source(source, revision)
     if path.is_file():
         check_file(path)
-        model_type, values, blocks = read_gguf(path, dtype or torch.float32)
-        return Checkpoint(str(source), model_type, language_model(values), dict(blocks))
+        model_type, values, generation, blocks = read_gguf(path, dtype or torch.float32)
+        return Checkpoint(str(source), model_type, language_model(values), dict(blocks), generation=generation)
     config = whole_config(path, read_config(path))
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,12 @@ _LEAVES = (
 """Suffixes of parameters that do not end with `.weight`."""
 
 
-def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Config, dict[str, Deferred]]:
+def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Config, Config, dict[str, Deferred]]:
     """A GGUF file, or all parts of a split one, as a model.
 
     Returns:
-        transformers' model_type, the values of config.json, and the tensors by published names as `dtype`, dequantized when they are read.
+        transformers' model_type, the values of config.json and of generation_config.json, and the tensors by published names as `dtype`,
+        dequantized when they are read.
 
     Raises:
         CheckpointError: The file is damaged; when a tensor is read, it has a quantization that cannot be undone.
@@ -34,7 +36,8 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Conf
     """
     view, architecture, config = read_config(path)
     tensors = _tensors(view, architecture, config, dtype)
-    return config["model_type"], config, tensors
+    tokens = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return config["model_type"], config, {**tokens, **view.file.sampling}, tensors
 
 
 def _tensors(view: View, architecture: Architecture, config: Config, dtype: torch.dtype) -> dict[str, Deferred]:
@@ -45,13 +48,14 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
     for name, tensor in view.file.tensors.items():
         if name == ROPE_TABLE or architecture.skips(name):
             continue
-        stored, (prefix, part) = Stored(tensor, str(view.file.path)), place(view, name, architecture.stem)
+        stored = Stored(tensor, str(view.file.path), factors=view.file.scale(name))
+        prefix, part = place(view, name, architecture.stem)
         if prefix and (owner := owners.get(part)) is not None:
             pieces.setdefault(f"{prefix}{owner}", {})[part] = stored
             continue
         if prefix and (names := architecture.split.get(part)) is not None:
             for number, one in enumerate(names):
-                found[f"{prefix}{one}"] = weight(one, [Stored(tensor, stored.origin, number)], dtype, edits[one])
+                found[f"{prefix}{one}"] = weight(one, [replace(stored, expert=number)], dtype, edits[one])
             continue
         target = target_of(view, architecture, prefix, part, name)
         full = _named(prefix, target, part)
@@ -64,7 +68,7 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
             experts = range(stored.shape[0]) if len(stored.shape) == 3 else ()
             for number in experts:
                 one = full.format(number)
-                found[one] = weight(one, [Stored(tensor, stored.origin, number)], dtype)
+                found[one] = weight(one, [replace(stored, expert=number)], dtype)
         elif len(stored.shape) == 3 and ".experts." in target:
             found[full.removesuffix(".weight")] = stack(full, stored, dtype)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from still_export.errors import CheckpointError
 from still_export.gguf.edits import AS_IT_IS, Edit
 from still_export.gguf.types import BLOCK, BLOCKS, FORMS, bits_of
 from still_export.models.gguf.quants import checked_rows, dequantized, read_blocks
@@ -29,11 +30,13 @@ class Stored:
 
     Args:
         expert: Its number in the first dimension; None: all.
+        factors: Multiply the values: one for all, or for each expert; None: 1.
     """
 
     tensor: Any
     origin: str
     expert: int | None = None
+    factors: np.ndarray | None = None
 
     @property
     def kind(self) -> str:
@@ -52,8 +55,22 @@ class Stored:
         return np.asarray(self.tensor.data if self.expert is None else self.tensor.data[self.expert])
 
     def values(self) -> Tensor:
-        """float32; errors: see `dequantized`."""
-        return dequantized(self.raw, self.tensor.tensor_type, self.shape, f"{self.tensor.name} in {self.origin}")
+        """float32; errors: see `dequantized`.
+
+        Raises:
+            CheckpointError: The number of factors is not that of the experts.
+        """
+        found = dequantized(self.raw, self.tensor.tensor_type, self.shape, f"{self.tensor.name} in {self.origin}")
+        if self.factors is None:
+            return found
+        experts = int(self.tensor.shape[-1]) if len(self.tensor.shape) == 3 else 1
+        if len(self.factors) not in (1, experts):
+            raise CheckpointError(
+                f"{self.tensor.name} in {self.origin} has {len(self.factors)} scales for {experts} matrices. It is damaged; fetch it again."
+            )
+        if self.expert is None or len(self.factors) == 1:
+            return found * torch.from_numpy(self.factors.copy()).reshape(-1, *[1] * (found.dim() - 1))
+        return found * float(self.factors[self.expert])
 
     def halves(self) -> Tensor:
         """The values in the file's 16-bit type."""
@@ -68,7 +85,7 @@ def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = 
     if edit.flat:
         shape = torch.Size((sum(part.shape.numel() for part in parts),))
     kinds = {part.kind for part in parts}
-    kind = first.kind if len(kinds) == 1 else ""
+    kind = first.kind if len(kinds) == 1 and all(part.factors is None for part in parts) else ""
     blocks = super_blocks = None
     if edit.value is None and len(shape) == 2:
         moved = _whole_blocks(edit.columns, BLOCK)
@@ -93,7 +110,7 @@ def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
     """A weight of all experts, read one expert at a time."""
 
     def part(number: int) -> Tensor:
-        return _read(name, [Stored(stored.tensor, stored.origin, number)], AS_IT_IS, dtype)
+        return _read(name, [replace(stored, expert=number)], AS_IT_IS, dtype)
 
     return Deferred(
         stored.shape, dtype, partial(_read, name, [stored], AS_IT_IS, dtype), None, bits_of(stored.kind), part=part

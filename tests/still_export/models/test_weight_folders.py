@@ -19,8 +19,8 @@ from still_export.models.description import describe_model, warn_of_settings
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.weights import value_of
-from tests.still_export.files import edit_json, read_json
 from tests.still_export.expert_models import SPARSE, expert_model
+from tests.still_export.files import edit_json, read_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
