@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs")]  # runs without installation
 CORES = len(os.sched_getaffinity(0))
 STILL = (sys.executable, "-m", "still_export.cli.main")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")

@@ -139,7 +139,8 @@ def traced_op(
             before = states[0] if state_type else states[:1]
             past = {f"past_{state.name}": x for state, x in zip(spec.states, before, strict=True)}
             attributes = {a.name: getattr(inputs, a.name) for a in spec.attributes}
-            found = tuple(call(spec, {**vars(inputs), **past}, attributes).values())
+            given = {t.name: getattr(inputs, t.name) for t in spec.inputs}
+            found = tuple(call(spec, {**given, **past}, attributes).values())
             outputs = len(spec.outputs)
             return (*found[:outputs], state_type(*found[outputs:])) if state_type else found
 

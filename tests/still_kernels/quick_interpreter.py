@@ -55,6 +55,13 @@ def install() -> None:
     assert not builder.options.debug, "overflows are asserted: let them be computed"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter.ReduceOps.generic_reduce = _reduce
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)  # below Triton 3.7 by int(), which NumPy 2.5 refuses of an array with one element
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index
 
 
 def _reduce(self: Any, inputs: Any) -> list[Any]:
