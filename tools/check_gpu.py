@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs")]  # runs without installation
 CORES = len(os.sched_getaffinity(0))
 STILL = (sys.executable, "-m", "still_export.cli.main")
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.check_gpu")
+FAILURES = "STILL_FAILURES"
+"""Environment variable with the file that pytest writes failures to at once: a run that is stopped has no summary."""
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("float16", dict(hidden_size=96, num_heads=6, head_dim=32, state_size=48, n_groups=2)),
     "nemotron_h, dense": (
@@ -152,10 +154,19 @@ PIECES: dict[str, Callable[[Path, Path], Piece]] = {
 }
 
 
+def pytest_runtest_logreport(report: Any) -> None:
+    """As a plugin of pytest: keep the end of what a failed test says."""
+    if report.failed and (file := os.environ.get(FAILURES)) and not hasattr(report, "workerinput"):
+        with open(file, "a", encoding="utf-8") as out:
+            said = [line for line in report.longreprtext.splitlines() if line.strip()][-6:]
+            print(f"{report.nodeid} ({report.when})", *said, sep="\n    ", file=out)
+
+
 def run_command(command: Sequence[str], log: Path, end: float, environment: dict[str, str]) -> str:
     """Why it failed, or "". It is killed with what it started when the time is over."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs"), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **environment}
+    variables[FAILURES] = str(log.with_suffix(".failures"))
     left = end - time.monotonic()
     if left <= 0:
         return "not begun: the piece's time was over"

@@ -93,7 +93,7 @@ class AttentionState:
     @property
     def cache(self) -> str:
         """Storage of rows, as in the op's attribute."""
-        return CACHE.choices[self.key_scale is not None]
+        return CACHE.choices[int(self.key_scale is not None)]  # PyTorch 2.11 traces no bool as an index
 
     def tensors(self) -> dict[str, Tensor]:
         """The present tensors by name, `length` last."""
