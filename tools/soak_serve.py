@@ -62,14 +62,14 @@ REFUSED = {
 
 MALFORMED: tuple[dict[str, Any], ...] = (
     {"temperature": "hot"},
-    {"n": 3},
+    {"n": 0},
     {"max_tokens": -1},
-    {"max_tokens": 10**9},
+    {"max_tokens": 0},
     {"model": "another"},
     {"prompt": {"text": "a"}},
     {"prompt": [10**12]},
-    {"stop": ["a", "b", "c", "d", "e"]},
-    {"logit_bias": {"1": 5}},
+    {"stop": ["a"] * 17},
+    {"logit_bias": {"a": 5}},
     {"unheard_of": True},
 )
 

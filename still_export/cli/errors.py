@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import typer
 from rich.console import Console
 
+from still_export.package.refusals import printable
+
 LOST_PAGES = (
     b"LostPages: a file was cut while it was read, such as a model's or package's weights, or its disk failed. Copy or export it again, "
     b"and start again.\n"
@@ -99,7 +101,7 @@ def complain_interrupted() -> None:
 
 def complain(name: str, message: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{name}:[/] ", end="")
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
 
 
 def as_typed(message: str, kind: str, argv: Sequence[str]) -> str:

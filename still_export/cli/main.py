@@ -65,7 +65,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    "run": {"records": ("still_export.runtime.options.AnswerOptions", LOAD)},
+    "run": {"records": ("still_export.runtime.options.AnswerOptions", "still_export.runtime.sampling.Sampling", LOAD)},
     "serve": {"records": ("still_export.serving.options.ServeOptions", LOAD)},
     "inspect": PLAIN,
     "linearize": RECIPE,

@@ -28,6 +28,7 @@ from rich.progress import (
 
 from still_export.cli.dots import Dots
 from still_export.errors import ConfigError
+from still_export.package.refusals import printable
 
 
 def next_commands(package: Path, target: str, ready: bool = True) -> str:
@@ -121,7 +122,7 @@ class Output:
         if self.as_json:
             print(json.dumps(content, indent=1, default=str))
         else:
-            print("\n".join(lines))
+            print(printable("\n".join(lines)))
 
     def log(self, line: str) -> None:
         """Print to stderr unless quiet."""
@@ -131,7 +132,7 @@ class Output:
     def say(self, text: str) -> None:
         """Print to stderr, even if quiet."""
         self._end_line()
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
     def _end_line(self) -> None:
         if self._dots is not None:

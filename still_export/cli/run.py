@@ -94,6 +94,13 @@ def run(
     if as_json and (save_state or not prompts):
         raise ConfigError("--json prints one answer. Give --prompt without --save-state, or leave out --json.")
     options, opening = AnswerOptions(**options_of(AnswerOptions, flags)), options_of(LoadOptions, flags)
+    try:
+        sampling = Sampling(**options_of(Sampling, flags))
+    except RunError as error:
+        raise ConfigError(str(error)) from None
+    schema = _schema(options.json_schema)
+    if schema is not None and not prompts:
+        raise ConfigError("--json-schema is the form of one answer. Give --prompt, or leave it out.")
     if save_state and not prompts:
         raise ConfigError("--save-state saves the state after a prompt: give --prompt or --prompt-file.")
     if save_state:
@@ -113,7 +120,6 @@ def run(
     if not opening.get("check", True):
         print("--no-check: damaged weights are not detected", file=sys.stderr)
     try:
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         with out.waiting(f"opening {package}"):
             model = load(package, trust_native=trust_native, adapter=adapter, **opening)
         prefix = Snapshot.load(load_state) if load_state else None
@@ -162,6 +168,7 @@ def run(
                 as_text=prompt_ids is None,
                 progress=progress,
                 chat_template_kwargs=arguments,
+                response_format=schema,
             )
             write_answer(answer, None if as_json else sys.stdout)
     except (RunError, CudaError) as error:
@@ -184,6 +191,19 @@ def _ids(text: str | None) -> list[int] | None:
         return token_ids(text)
     except ValueError:
         raise ConfigError(f"--prompt-ids {text}: give numbers separated by commas.") from None
+
+
+def _schema(text: str | None) -> dict[str, Any] | None:
+    """The response_format of a JSON Schema, in a file or in `text`."""
+    if text is None:
+        return None
+    try:
+        schema = json.loads(text if text.lstrip().startswith("{") else read_text(Path(text)))
+    except ValueError as error:
+        raise ConfigError(f"--json-schema {text:.60}: not JSON: {error}.") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f'--json-schema {text:.60}: give an object, such as \'{{"type": "object"}}\'.')
+    return {"type": "json_schema", "json_schema": {"schema": schema or {"type": "object"}}}
 
 
 def _arguments(text: str | None) -> dict[str, Any] | None:

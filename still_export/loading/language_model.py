@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -84,12 +85,11 @@ class LanguageModel:
         stream: Literal[False] = False,
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         tools: Tools = None,
+        tool_choice: str | None = None,
+        response_format: Arguments = None,
         chat_template_kwargs: Arguments = None,
+        **sampling: Any,
     ) -> Answer: ...
 
     @overload
@@ -100,12 +100,11 @@ class LanguageModel:
         stream: Literal[True],
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         tools: Tools = None,
+        tool_choice: str | None = None,
+        response_format: Arguments = None,
         chat_template_kwargs: Arguments = None,
+        **sampling: Any,
     ) -> Iterator[str]: ...
 
     def generate(
@@ -115,12 +114,11 @@ class LanguageModel:
         stream: bool = False,
         max_tokens: int = 128,
         stop: str | Sequence[str] = (),
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         tools: Tools = None,
+        tool_choice: str | None = None,
+        response_format: Arguments = None,
         chat_template_kwargs: Arguments = None,
+        **sampling: Any,
     ) -> Answer | Iterator[str]:
         """Continue `prompt` after the prefix.
 
@@ -130,27 +128,28 @@ class LanguageModel:
             stream: Return pieces of text as they are generated. Another call before the last piece ends it.
             max_tokens: Most tokens of the answer.
             stop: Texts that end the answer and are not part of it.
-            temperature: 0 = greedy.
-            top_k: 0 = all.
-            top_p: 1 = all.
-            seed: Seed of the sampling.
             tools: For chats: JSON schemas of functions, as in OpenAI's API.
+            tool_choice: none, auto, required, or a tool's name. Calls are in the answer's `message`.
+            response_format: The form of the answer, as in OpenAI's API: {"type": "json_schema", "json_schema": {"schema": ...}}, or
+                {"type": "json_object"}. It needs llguidance.
             chat_template_kwargs: For chats: arguments of the model's template, such as `enable_thinking`.
+            sampling: Fields of `Sampling`: temperature (0 = greedy, the default), top_k, top_p, min_p, seed, presence_penalty,
+                frequency_penalty, repetition_penalty, logit_bias, logprobs (then in the answer's `sampling.found`).
 
         Raises:
             RunError: It does not fit into the package's capacity, or the chat template refuses it. Nothing was read then.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        as_text = "tokenizer.json" in self.runner.manifest["files"]
         with self.runner.turns.lock:
             answer = self.answer(
                 prompt,
                 max_tokens,
-                sampling,
+                Sampling(**sampling),
                 stops,
-                as_text=as_text,
+                as_text="tokenizer.json" in self.runner.manifest["files"],
                 tools=tools,
+                tool_choice=tool_choice,
+                response_format=response_format,
                 chat_template_kwargs=chat_template_kwargs,
             )
             if stream:
@@ -170,6 +169,8 @@ class LanguageModel:
         progress: Progress | None = None,
         stopped: Callable[[], bool] = lambda: False,
         tools: Tools = None,
+        tool_choice: str | None = None,
+        response_format: Arguments = None,
         chat_template_kwargs: Arguments = None,
     ) -> Answer:
         """An answer generated while it is iterated; `generate` with more options.
@@ -178,7 +179,7 @@ class LanguageModel:
             as_text: False: pieces are token ids.
             progress: Called with the parts of the prompt read so far.
             stopped: Called before every token; True ends the answer.
-            tools, chat_template_kwargs: See `generate`.
+            tools, tool_choice, response_format, chat_template_kwargs: See `generate`.
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
@@ -186,6 +187,15 @@ class LanguageModel:
             ids, turn = self._ids(prompt, tools, chat_template_kwargs), self.runner.turns.take()
             known, progress = self._begin(ids, progress)
             self._place = "answer" if _is_chat(prompt) else "text"
+            calls = None
+            if as_text and (tools or response_format):
+                from still_export.runtime.grammar import LarkGrammar, answer_lark
+                from still_export.runtime.tool_calls import ToolCalls
+
+                if lark := answer_lark(self.text, self._prompt_ids, response_format, tools, tool_choice):
+                    sampling.grammar = LarkGrammar(self.text, self.runner.manifest["model"]["vocab_size"], lark)
+                if tools and tool_choice != "none":
+                    calls = partial(ToolCalls.of, self.text, tools)
             self._last = answer = Answer(
                 self.runner,
                 self.text if as_text else None,
@@ -198,6 +208,7 @@ class LanguageModel:
                 cached=known,
                 before=self._prompt_ids[:known],
                 turn=turn,
+                calls=calls,
             )
             return answer
 

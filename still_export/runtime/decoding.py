@@ -212,16 +212,19 @@ class Decoder(ABC):
         stops, prompt = set(stop), list(prompt)
         feeding = self.feeding
         self.check_capacity(feeding.length(feeding.text_tokens(int(self.length[0])) + len(prompt) + count - 1))
+        sampling.begin([*before, *prompt])
         token = sampling.choose(self.prefill(prompt, progress))
         rest = self._sampled(token, count - 1, sampling)
         if self.speculation is not None:
             rest = self._guessing(token, count - 1, sampling, self.speculation, [*before, *prompt])
-        elif sampling.temperature == 0:
+        elif sampling.greedy:
             rest = (checked_token(int(following[0])) for following in self.greedy(np.array([token]), count - 1))
         for _ in range(count):
             if token in stops:
                 return
             yield token
+            if sampling.ended:
+                return
             token = next(rest, -1)
 
     def _guessing(
@@ -229,7 +232,7 @@ class Decoder(ABC):
     ) -> Iterator[int]:
         """Yields the same as `_sampled`, in steps with guesses."""
         # Each token is chosen from its own logits by one random number, so the distribution is the same.
-        guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
+        guesser, greedy = speculation.guesser([*known, token], 0), sampling.greedy
         while count > 0:
             begun = time.perf_counter()
             guesses = speculation.guess(guesser, count - 1)
@@ -241,7 +244,7 @@ class Decoder(ABC):
                     for row, guess in zip(rows, [*guesses, -1], strict=True):
                         chosen.append(checked_token(int(row)) if greedy else sampling.choose(row))
                         yield chosen[-1]
-                        if chosen[-1] != guess:
+                        if chosen[-1] != guess or sampling.ended:
                             break
                 finally:  # also if the caller stops: everything yielded was fed, except the last
                     if self.guessed is call:

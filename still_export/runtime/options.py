@@ -35,14 +35,13 @@ class LoadOptions(RunnerOptions):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options of `run`."""
+    """Options of `run`, besides those of Sampling."""
 
     tokens: int | None = option(None, "Tokens to generate at most.", shown="128; of a talk's answer 512", least=1)
-    temperature: float = option(0.0, "0 = greedy.", least=0)
-    top_k: int = option(0, "0 = all.", least=0)
-    top_p: float = option(1.0, "1 = all.", least=0, most=1)
-    seed: int = option(0, "Of the sampling; -1 = another each time.", least=-1)
     stop: tuple[str, ...] = option((), "Text that ends an answer; repeatable.")
+    json_schema: str | None = option(
+        None, "The answer follows this JSON Schema: a file, or the schema itself. '{}' is any JSON object."
+    )
     when_full: str = option(
         "ask", "Chat at the end of the capacity: ask, drop the oldest turns, or stop.", choices=WHEN_FULL
     )

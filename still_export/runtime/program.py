@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from still_export.package.refusals import printable
 from still_export.package.trust import trust_package
 from still_export.runtime.base import Runner
 from still_export.runtime.conversation import Conversation, FullError
-from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.sampling import SETTINGS, RunError, Sampling
 from still_export.runtime.text import Answer, Text, token_ids, write_answer
 
 
@@ -52,10 +53,9 @@ def run_program(
     what.add_argument("--chat", action="store_true", help="talk with the model; ends at end of input")
     parser.add_argument("--system", help="system message of a chat")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 = all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 = all (default)")
-    parser.add_argument("--seed", type=int, default=0)
+    for entry in SETTINGS:
+        name, kind, text = f"--{entry.name.replace('_', '-')}", type(entry.default), entry.metadata["help"]
+        parser.add_argument(name, type=kind, default=entry.default, help=f"{text} (default: {entry.default})")
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; repeatable")
     parser.add_argument(
         "--trust-native", action="store_true", help="load native code that this machine did not build, and remember it"
@@ -66,7 +66,7 @@ def run_program(
     try:
         if options.trust_native:
             trust_package(options.folder)
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        sampling = Sampling(**{entry.name: getattr(options, entry.name) for entry in SETTINGS})
         model = open_runner(options)
         model.start()
         if options.prompt_ids:
@@ -80,6 +80,6 @@ def run_program(
     except failures as error:
         if options.debug:
             raise
-        print(f"error: {error or 'out of memory'}", file=sys.stderr)
+        print(f"error: {printable(str(error)) or 'out of memory'}", file=sys.stderr)
         return 2
     return 0

@@ -15,7 +15,7 @@ class Reasoning:
     """
 
     def __init__(self, marks: tuple[str, str] | None, opened: bool) -> None:
-        self._marks, self._opened = marks or ("", ""), opened
+        self._marks, self.opened = marks or ("", ""), opened
         self._state = "begin" if marks else "content"
         self._pending = ""  # possibly part of a mark, or white space before one
 
@@ -28,7 +28,7 @@ class Reasoning:
             text = self._pending.lstrip()
             if len(text) < len(before) and before.startswith(text):
                 return "", ""
-            self._state = "blank" if self._opened or text.startswith(before) else "content"
+            self._state = "blank" if self.opened or text.startswith(before) else "content"
             if self._state == "blank":
                 self._pending = text.removeprefix(before)
         if self._state == "blank" and (text := self._pending.lstrip()):

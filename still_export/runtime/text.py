@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from still_export.package.chat_format import ChatFormat, Message, read_format
 from still_export.package.files import check_hash
+from still_export.package.tokenizer_bounds import check_tokenizer
 from still_export.runtime.base import Runner
 from still_export.runtime.decoding import Progress
 from still_export.runtime.reasoning import Reasoning
@@ -23,6 +25,17 @@ TAIL = 32
 """Last tokens that are examined: of a prompt for the mark that opens reasoning, of an answer for the context of the next token's text."""
 UNFINISHED = 3
 """Most bytes, and so tokens, of an incomplete character."""
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Errors of the tokenizer, among them the panics of its Rust side, as RunError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
 
 
 class TextAhead:
@@ -63,14 +76,11 @@ class Text:
             raise RunError(
                 "text needs the package tokenizers: pip install tokenizers; or pass --prompt-ids."
             ) from error
-        try:
+        with _refused(f"{path} is no tokenizer that can be read"):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except BaseException as error:  # among them the panics of its Rust side
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise RunError(f"{path} is no tokenizer that can be read: {' '.join(str(error).split())}.") from error
+        check_tokenizer(self.tokenizer, str(path))
         self.chat = read_format(model.manifest.get("chat"))
-        self._ends = frozenset(model.manifest["eos_token_ids"])
+        self.ends = frozenset(model.manifest["eos_token_ids"])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer puts around a plain text.
@@ -82,13 +92,16 @@ class Text:
             text.encode()
         except UnicodeEncodeError:  # of JSON's escapes, or of bytes of a command line that are no UTF-8
             raise RunError("the text has half of a surrogate pair, which is no character. Give it in UTF-8.") from None
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        with _refused("the tokenizer fails on this text"):
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def stream(self, tokens: Iterable[int], marks: Mapping[int, str] = NO_MARKS) -> Iterator[str]:
         """Text of `tokens` as it becomes certain; `marks`: see TextPieces."""
         pieces = TextPieces(self, marks)
         for token in tokens:
-            if piece := pieces.push(token):
+            with _refused("the tokenizer fails on this answer"):
+                piece = pieces.push(token)
+            if piece:
                 yield piece
         if piece := pieces.end():
             yield piece
@@ -103,7 +116,7 @@ class Text:
     def special_tokens(self) -> Mapping[int, str]:
         """Special tokens and their texts, without those that end an answer."""
         added = self.tokenizer.get_added_tokens_decoder()
-        return {n: token.content for n, token in added.items() if token.special and n not in self._ends}
+        return {n: token.content for n, token in added.items() if token.special and n not in self.ends}
 
     def reasoning(self, prompt: Sequence[int]) -> Reasoning:
         """Separates the reasoning of an answer to a chat from its content."""
@@ -209,6 +222,13 @@ class TextPieces:
         return text[len(known) :]
 
 
+class Calls(Protocol):
+    """Separates tool calls from content; `ToolCalls` is one."""
+
+    def push(self, text: str) -> str: ...
+    def end(self) -> tuple[str, list[dict[str, Any]]]: ...
+
+
 class Answer:
     """The continuation of a prompt, generated in pieces of text while it is iterated; complete at its end, or when closed.
 
@@ -223,9 +243,12 @@ class Answer:
         cached: Number of tokens of the prompt before `prompt`, which the model has already read.
         before: These tokens, for guesses.
         turn: Of the caller that set the model's state for it (see `Turns`); None: it begins now.
+        calls: Makes a separator of tool calls and content; None: there are no tools.
 
     Attributes:
-        tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
+        tokens: Generated so far.
+        sampling: With the tokens' log-probabilities, if they are asked for.
+        ended: "end" (the model's own), "length", "stop" or "interrupted".
         cached_tokens: Tokens of the prompt that were not read again. whole: It reached its end.
     """
 
@@ -243,8 +266,10 @@ class Answer:
         cached: int = 0,
         before: Sequence[int] = (),
         turn: int | None = None,
+        calls: Callable[[], Calls] | None = None,
     ) -> None:
         stops = StopTexts(stop)
+        self.sampling, self._calls = sampling, calls
         self.tokens: list[int] = []
         self.ended, self.whole = "end", False
         self.prompt_tokens, self.cached_tokens = len(prompt) + cached, cached
@@ -278,7 +303,7 @@ class Answer:
                 yield token
                 if stopped():
                     return
-            if len(self.tokens) < count:
+            if len(self.tokens) < count or sampling.ended:
                 self.ended = "end"
 
         pieces = (f"{t} " for t in tokens()) if text is None else text.stream(tokens())
@@ -298,15 +323,20 @@ class Answer:
         return "".join(self._written)
 
     @property
-    def message(self) -> dict[str, str]:
-        """The assistant's message so far, for the next turn of a chat: its reasoning, if any, apart from its content."""
+    def message(self) -> dict[str, Any]:
+        """The assistant's message so far, for the next turn of a chat: reasoning and tool calls, if any, apart from its content."""
         if self._text is None:
             return {"role": "assistant", "content": self.text}
-        split = self._text.reasoning(self._prompt)
-        pieces = until(self._text.stream(self.tokens, self._text.marks), StopTexts(self._stop))
+        split, calls = self._text.reasoning(self._prompt), self._calls() if self._calls else None
+        marks = self._text.marks if calls is None else {**self._text.special_tokens, **self._text.marks}
+        pieces = until(self._text.stream(self.tokens, marks), StopTexts(self._stop))
         parts = [*map(split.push, pieces), split.end()]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        message = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls is not None:
+            before = calls.push(content)
+            rest, found = calls.end()
+            message = {**message, "content": before + rest, **({"tool_calls": found} if found else {})}
         return {**message, "reasoning_content": thought} if thought else message
 
     @property

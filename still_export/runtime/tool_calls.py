@@ -10,6 +10,7 @@ from typing import Any
 
 from still_export.runtime.literals import Literals, json_value
 from still_export.runtime.schema_types import typed
+from still_export.runtime.text import Text
 
 ToolCall = tuple[str, dict[str, Any]]
 """Name and arguments."""
@@ -107,15 +108,22 @@ class ToolCalls:
     Args:
         tools: Of the request, as OpenAI's API has them; None: nothing is a call.
         texts: The model's template, and the words of its tokenizer that may begin calls.
-        only: All of the answer is calls, written as JSON; it is held back until its end.
+        one: Only the first call is returned.
     """
 
-    def __init__(self, tools: Tools | None, texts: Iterable[str] = (), only: bool = False) -> None:
-        self.tools = tools
+    def __init__(self, tools: Tools | None, texts: Iterable[str] = (), one: bool = False) -> None:
+        self.tools, self.one = tools, one
         self._functions = dict(_functions(tools or ()))
         known = "\n".join(texts)
         self._marks = frozenset(mark for mark in BEGINNINGS if mark in known)
-        self._pending, self._begun, self._calls = "", False, only
+        self._pending, self._begun, self._calls = "", False, False
+
+    @classmethod
+    def of(cls, text: Text, tools: Tools | None, one: bool = False) -> ToolCalls:
+        """For answers of a model with this tokenizer and template."""
+        templates = text.chat.templates.values() if text.chat else ()
+        words = (token.content for token in text.tokenizer.get_added_tokens_decoder().values())
+        return cls(tools, [*templates, *words], one)
 
     def push(self, text: str) -> str:
         """Add `text`; returns the content that is certain by now."""
@@ -159,7 +167,9 @@ class ToolCalls:
         content.append(text[at:])
         if not calls:
             return text, []
-        return "".join(part for part in content if part.strip()), [_openai_call(*call) for call in calls]
+        return "".join(part for part in content if part.strip()), [
+            _openai_call(*call) for call in (calls[:1] if self.one else calls)
+        ]
 
     def _block(self, text: str, at: int, any_name: bool) -> tuple[list[ToolCall], int]:
         """(calls in the block that begins here, its end); no calls if the block has none that is whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -13,9 +14,11 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +32,18 @@ from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.requests import Event, QueueFullError, Request, StoppingError
-from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, Reply, line, to_submit, understood
+from still_export.serving.responses import ResponseReply, as_chat
+from still_export.serving.wire import (
+    Answered,
+    ApiError,
+    Chat,
+    Completion,
+    ParsedRequest,
+    Reply,
+    line,
+    to_submit,
+    understood,
+)
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
@@ -60,6 +74,7 @@ class Settings:
     """HTTP settings.
 
     name: The model's name. api_key: None: none is needed. body_bytes: Most bytes of a request.
+    shared: Requests without a salt share cached prefixes, as those of one user; None: if there is no key.
     hosts: Allowed Host names besides localhost and addresses; None: any. They stop DNS rebinding: a page of another site can point its own
         name to this machine, but its requests carry that name.
     """
@@ -68,6 +83,17 @@ class Settings:
     api_key: str | None = None
     body_bytes: int = 4 << 20
     hosts: frozenset[str] | None = None
+    shared: bool | None = None
+
+    def scope(self, salt: str | None, published: bool) -> tuple[int, ...] | None:
+        """The scope of a request's cached prefixes (see `Request`)."""
+        if salt is not None:  # negative numbers, which are no tokens
+            return tuple(
+                int(n)
+                for n in -1
+                - np.frombuffer(hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16], "<i4") % (1 << 30)
+            )
+        return () if published or (self.api_key is None if self.shared is None else self.shared) else None
 
 
 def make_app(worker: Worker, settings: Settings) -> Starlette:
@@ -84,6 +110,8 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
             Route("/v1/models/{model:path}", api(keyed(server.model))),
             Route("/v1/completions", api(keyed(server.completions)), methods=["POST"]),
             Route("/v1/chat/completions", api(keyed(server.chat)), methods=["POST"]),
+            Route("/v1/responses", api(keyed(server.responses)), methods=["POST"]),
+            Route("/v1/embeddings", api(keyed(server.embeddings)), methods=["POST"]),
             Route("/v1/prefixes", api(keyed(server.prefixes)), methods=["POST"]),
         ],
         exception_handlers={HTTPException: server.refuse},
@@ -146,7 +174,7 @@ class _Server:
 
     async def refuse(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = "this server has /v1/chat/completions, /v1/completions, /v1/prefixes, /v1/models, /health and /metrics."
+        known = "this server has /v1/chat/completions, /v1/completions, /v1/responses, /v1/prefixes, /v1/models, /health and /metrics."
         message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
         self.metrics.responses.labels("other", str(error.status_code)).inc()
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
@@ -193,19 +221,39 @@ class _Server:
     async def chat(self, request: HttpRequest) -> Response:
         return await self._answer(request, Chat)
 
+    async def embeddings(self, request: HttpRequest) -> Response:
+        raise ApiError(
+            404,
+            f"{self.settings.name} predicts tokens and was not trained to give embeddings of texts; serve an embedding model elsewhere.",
+            "model",
+            "model_not_supported",
+        )
+
     async def _answer(self, http: HttpRequest, kind: type[Completion] | type[Chat]) -> Response:
         request = await self._read(http, kind)
-        reply = Reply(request, self.settings.name)
-        job, events = self._submit(request)
+        return await self._replied(http, request, Reply(request, self.settings.name, self.worker.scheduler.text))
+
+    async def responses(self, http: HttpRequest) -> Response:
+        body: dict[str, Any] = {}
+
+        def converted(content: Any) -> Any:
+            body.update(content if isinstance(content, dict) else {})
+            return as_chat(content)
+
+        request = await self._read(http, Chat, converted)
+        return await self._replied(http, request, ResponseReply(request, self.settings.name, body))
+
+    async def _replied(self, http: HttpRequest, request: ParsedRequest, reply: Reply | ResponseReply) -> Response:
+        jobs, events = self._submit(request)
         if request.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            chunks = self._chunks(http, job, events, reply)
+            chunks = self._chunks(http, jobs, events, reply)
             return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-        text, ended = "", ""
-        async for event in self._events(http, job, events):
-            text, ended = text + event.text, event.ended or ""
+        answers = [Answered() for _ in jobs]
+        async for index, event in self._events(http, jobs, events):
             _check(event)
-        return _json(reply.whole(text, ended, len(job.tokens), job.cached))
+            answers[index].add(event)
+        return _json(reply.whole(_counted(answers, jobs)))
 
     async def prefixes(self, http: HttpRequest) -> Response:
         """Read a document in advance, so that later questions about it need not."""
@@ -214,14 +262,22 @@ class _Server:
             raise ApiError(400, "this server has no prefix cache: start it with --prefix-cache 2GiB, or another size.")
 
         request = await self._read(http, None)
-        job, events = self._submit(request, warm=True)
-        async for event in self._events(http, job, events):
+        jobs, events = self._submit(request, warm=True)
+        async for _, event in self._events(http, jobs, events):
             _check(event)
-        usage = Reply(request, self.settings.name).usage(0, job.cached)
+        usage = Reply(request, self.settings.name).usage(_counted([Answered()], jobs))
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
-    async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> ParsedRequest:
-        """Parse a request, at most as many at a time as can be answered; `kind` None: a text or a chat to be read ahead."""
+    async def _read(
+        self,
+        http: HttpRequest,
+        kind: type[Completion] | type[Chat] | None,
+        converted: Callable[[Any], Any] = lambda content: content,
+    ) -> ParsedRequest:
+        """Parse a request, of which `converted` makes one of this kind, at most as many at a time as can be answered.
+
+        `kind` None: a text or a chat to be read ahead.
+        """
         scheduler = self.worker.scheduler
         body = await self._body(http)
         if self._reading >= scheduler.places:
@@ -229,9 +285,11 @@ class _Server:
             raise ApiError(429, message, None, "rate_limit_exceeded")
 
         def understand() -> ParsedRequest:
-            content, name = _parsed(body), self.settings.name
+            content, name = converted(_parsed(body)), self.settings.name
             chosen = kind or (Chat if isinstance(content, dict) and "messages" in content else Completion)
-            return to_submit(understood(chosen, content, name), scheduler.text, scheduler.context, warm=kind is None)
+            vocabulary = scheduler.model.manifest["model"]["vocab_size"]
+            asked = understood(chosen, content, name)
+            return to_submit(asked, scheduler.text, scheduler.context, vocabulary, warm=kind is None)
 
         self._reading += 1
         try:
@@ -257,32 +315,45 @@ class _Server:
             task.cancel()
             self._arriving.pop(task, None)
 
-    def _submit(self, request: ParsedRequest, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
+    def _submit(
+        self, request: ParsedRequest, warm: bool = False
+    ) -> tuple[list[Request], asyncio.Queue[tuple[int, Event]]]:
+        """Submit a job for each choice; their events come with their numbers."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
-        def listener(event: Event) -> None:
+        def listener(index: int, event: Event) -> None:
             if not loop.is_closed():  # the server was killed
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        prompt, most = request.prompt, request.max_tokens
-        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm, request.marks)
+        jobs, scope = list[Request](), self.settings.scope(request.salt, warm)
         try:
-            self.worker.submit(job)
-        except QueueFullError as error:
-            raise ApiError(429, str(error), None, "rate_limit_exceeded") from None
-        except StoppingError as error:
-            raise ApiError(503, str(error)) from None
+            for index, choice in enumerate(request.choices):
+                prompt, most, sampling = choice.prompt, choice.max_tokens, choice.sampling
+                hear = partial(listener, index)
+                job = Request(
+                    prompt, most, sampling, hear, request.stop, request.ignore_eos, warm, request.marks, scope
+                )
+                self.worker.submit(job)
+                jobs.append(job)
         except RunError as error:
+            for job in jobs:
+                self.worker.cancel(job)
+            if isinstance(error, QueueFullError):
+                raise ApiError(429, str(error), None, "rate_limit_exceeded") from None
+            if isinstance(error, StoppingError):
+                raise ApiError(503, str(error)) from None
             raise ApiError(400, str(error), "messages" if request.chat else "prompt") from None
-        return job, events
+        return jobs, events
 
-    async def _events(self, http: HttpRequest, job: Request, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
-        """Events of a request up to its last; ClientDisconnect, and a free row, where the client leaves before."""
+    async def _events(
+        self, http: HttpRequest, jobs: list[Request], events: asyncio.Queue[tuple[int, Event]]
+    ) -> AsyncIterator[tuple[int, Event]]:
+        """Events of all jobs up to their last; ClientDisconnect, and free rows, where the client leaves before."""
         gone = asyncio.ensure_future(_gone(http))
-        ended = "cancelled"
+        ended = dict[int, str]()
         try:
-            while ended == "cancelled":
+            while len(ended) < len(jobs):
                 event = asyncio.ensure_future(events.get())
                 try:
                     await asyncio.wait((event, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -290,30 +361,47 @@ class _Server:
                         raise ClientDisconnect
                 finally:
                     event.cancel()
-                ended = event.result().ended or ended
-                yield event.result()
+                index, found = event.result()
+                if found.ended:
+                    ended[index] = found.ended
+                yield index, found
         finally:
             gone.cancel()
-            self.worker.cancel(job)
-            self.metrics.observe(job, ended, time.perf_counter())
+            for index, job in enumerate(jobs):
+                self.worker.cancel(job)
+                self.metrics.observe(job, ended.get(index, "cancelled"), time.perf_counter())
 
     async def _chunks(
-        self, http: HttpRequest, job: Request, events: asyncio.Queue[Event], reply: Reply
+        self,
+        http: HttpRequest,
+        jobs: list[Request],
+        events: asyncio.Queue[tuple[int, Event]],
+        reply: Reply | ResponseReply,
     ) -> AsyncIterator[str]:
         """The lines of a streamed answer."""
         try:
             for chunk in reply.first():
                 yield line(chunk)
-            async for event in self._events(http, job, events):
+            async for index, event in self._events(http, jobs, events):
                 _check(event)
-                yield line(reply.piece(event.text, event.ended))
-            for chunk in reply.last(len(job.tokens), job.cached):
+                found = reply.piece(index, event)
+                for chunk in [found] if isinstance(found, dict) else found:
+                    yield line(chunk)
+            for chunk in reply.last(_counted([Answered() for _ in jobs], jobs)):
                 yield line(chunk)
-            yield "data: [DONE]\n\n"
+            if isinstance(reply, Reply):
+                yield "data: [DONE]\n\n"
         except ApiError as error:  # the status has already been sent
             yield line(error.to_dict())
         except ClientDisconnect:
             return
+
+
+def _counted(answers: list[Answered], jobs: list[Request]) -> list[Answered]:
+    """The answers with their numbers of tokens."""
+    for answer, job in zip(answers, jobs, strict=True):
+        answer.tokens, answer.cached = len(job.tokens), job.cached
+    return answers
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:

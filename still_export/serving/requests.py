@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from still_export.runtime.sampling import RunError, Sampling, checked_token
+from still_export.runtime.sampling import RunError, Sampling, TokenLogprobs, checked_token
 from still_export.runtime.speculation import Guesser
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text, TextPieces
@@ -24,11 +24,13 @@ STOPPING = "the server is stopping. Ask another one, or later."
 
 @dataclass(frozen=True)
 class Event:
-    """A piece of an answer's text; in the last event also how it ended, and the `error` if it failed or was refused."""
+    """A piece of an answer's text, with `logprobs` of its new tokens if they are asked for; in the last event also how it ended, and the
+    `error` if it failed or was refused."""
 
     text: str = ""
     ended: Ended | None = None
     error: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Request:
         ignore_eos: Ignore the model's end token, for load tests with answers of a fixed length.
         warm: Only read the prompt, for later requests; no answer.
         marks: Tokens whose texts are shown although they are special.
+        scope: Requests of the same scope share cached prefixes; (): also with later processes; None: with none but published documents.
 
     Attributes:
         tokens: Tokens of the answer so far. cached: Tokens of the prompt that were not read again.
@@ -56,6 +59,7 @@ class Request:
     ignore_eos: bool = False
     warm: bool = False
     marks: Mapping[int, str] = field(default_factory=dict)
+    scope: tuple[int, ...] | None = ()
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     arrived: float = 0.0
@@ -69,9 +73,12 @@ class Row:
     def __init__(self, number: int, request: Request, text: Text) -> None:
         self.number, self.request = number, request
         self.read = 0  # tokens of the prompt
-        self.fork = 0  # of them that the prompt has in common with others that were read
-        self.pieces, self.stops = TextPieces(text, request.marks), StopTexts(request.stop)
+        self.stops = set[int]()  # places in the prompt where its state is needed
+        self.leader: Row | None = None  # the row that reads the same beginning, up to the place `meet`
+        self.meet = 0
+        self.pieces, self.ends = TextPieces(text, request.marks), StopTexts(request.stop)
         self.guesser: Guesser | None = None
+        request.sampling.begin(request.prompt)
 
     def token(self, found: np.ndarray, greedy: bool) -> int:
         """The next token by its logits [V], or with `greedy` by the likeliest token; NotFiniteError where there is none."""
@@ -83,16 +90,22 @@ class Row:
         if token in ends:
             return self._last("end")
         request.tokens.append(token)
-        text = self.stops.push(self.pieces.push(token))
-        if self.stops.found:
-            return Event(text, "stop")
+        found = request.sampling.found
+        logprobs = (found[-1],) if found else ()
+        text = self.ends.push(self.pieces.push(token))
+        if self.ends.found:
+            return Event(text, "stop", "", logprobs)
+        if request.sampling.ended:
+            return self._last("end", text, logprobs)
         if len(request.tokens) == request.max_tokens:
-            return self._last("length", text)
-        return Event(text)
+            return self._last("length", text, logprobs)
+        return Event(text, None, "", logprobs)
 
-    def _last(self, ended: Ended, text: str = "") -> Event:
-        text += self.stops.push(self.pieces.end())
-        return Event(text, "stop") if self.stops.found else Event(text + self.stops.end(), ended)
+    def _last(self, ended: Ended, text: str = "", logprobs: tuple[TokenLogprobs, ...] = ()) -> Event:
+        text += self.ends.push(self.pieces.end())
+        if self.ends.found:
+            return Event(text, "stop", "", logprobs)
+        return Event(text + self.ends.end(), ended, "", logprobs)
 
 
 class QueueFullError(RunError):

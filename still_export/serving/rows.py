@@ -37,7 +37,8 @@ class Rows:
 
     def _start(self) -> None:
         self.model.start(len(self._rows))
-        self._left: list[list[int]] = [[] for _ in self._rows]  # what the states in free rows have read
+        # What the states in free rows have read, with the scope of the request.
+        self._left: list[tuple[tuple[int, ...] | None, list[int]]] = [(None, []) for _ in self._rows]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,32 +69,43 @@ class Rows:
 
     def begin(self, row: Row) -> None:
         """Start a row after the longest known prefix of its prompt."""
-        row.read = self._has_read(row.number, row.request)
-        cached = self.prefixes.find(row.request.prompt) if self.prefixes else None
+        request, scope = row.request, row.request.scope
+        row.read = self._has_read(row.number, request)
+        found = [self.prefixes.find([*s, *request.prompt]) for s in {scope or (), ()}] if self.prefixes else []
+        cached = max(filter(None, found), key=lambda prefix: prefix.length, default=None)
         if self.prefixes and cached and cached.length > row.read:
             self.model.put(row.number, self.prefixes.state(cached), cached.length)
             row.read = cached.length
         elif not row.read:
             self.model.forget(row.number)
         if self.prefixes:
-            row.request.cached = row.read
-            fork = self.prefixes.known(row.request.prompt)
-            row.fork = self.on_grid(fork) if fork - row.read >= LEAST_FORK else 0
-            self.prefixes.prompt_tokens += len(row.request.prompt)
+            request.cached = row.read
+            if scope is not None:
+                fork = self.prefixes.known([*scope, *request.prompt]) - len(scope)
+                row.stops.add(self.on_grid(fork) if fork - row.read >= LEAST_FORK else 0)
+            self.prefixes.prompt_tokens += len(request.prompt)
             self.prefixes.hit_tokens += row.read
+
+    def follow(self, row: Row, leader: Row) -> None:
+        """Continue `row` after what `leader` has read, which is a beginning of its prompt."""
+        self.model.put(row.number, self.model.take(leader.number), leader.read)
+        if self.prefixes:
+            self.prefixes.hit_tokens += leader.read - row.read
+        row.read = row.request.cached = leader.read
 
     def free(self, row: Row, lost: bool = False) -> None:
         """Free a row; `lost`: its state is unusable."""
         self._rows[row.number] = None
         if self.prefixes:
             read = self._read_by(row) if not self.grid or self._bare(row) else []
-            self._left[row.number], self._left_at[row.number] = read, time.perf_counter()
+            self._left[row.number], self._left_at[row.number] = (row.request.scope, read), time.perf_counter()
         if lost:
-            self._left[row.number] = []
+            self._left[row.number] = (None, [])
 
     def keep(self, row: Row, lasting: bool = False) -> None:
         """Cache the state after all tokens that the row has read; with a grid, only states at grid points of the prompt."""
-        if not self.prefixes:
+        scope = row.request.scope
+        if not self.prefixes or scope is None:
             return
         read = self._read_by(row)
         if self.grid:
@@ -101,7 +113,7 @@ class Rows:
                 return
             lasting = len(read) == self.on_grid(len(row.request.prompt))
         try:
-            self.prefixes.keep(read, self.model.take(row.number), len(read), lasting)
+            self.prefixes.keep([*scope, *read], self.model.take(row.number), len(read), lasting and not scope)
         except MemoryError:
             print("memory is full: the prefix cache is emptied. Give it less: --prefix-cache", file=sys.stderr)
             self.prefixes.clear()
@@ -112,7 +124,9 @@ class Rows:
 
     def _has_read(self, number: int, request: Request) -> int:
         """How much of a prompt the state that was left in a free row has read."""
-        left = self._left[number]
+        scope, left = self._left[number]
+        if scope is None or scope != request.scope:
+            return 0
         return len(left) if len(left) < len(request.prompt) and list(request.prompt[: len(left)]) == left else 0
 
     def _read_by(self, row: Row) -> list[int]:

@@ -13,12 +13,12 @@ import numpy as np
 from still_export.runtime.base import Runner
 from still_export.runtime.decoding import checked_prompt
 from still_export.runtime.feeding import Feeding
-from still_export.runtime.prefixes import PrefixCache
-from still_export.runtime.sampling import NotFiniteError, RunError
+from still_export.runtime.prefixes import PrefixCache, alike
+from still_export.runtime.sampling import RunError
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text
 from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
-from still_export.serving.rows import Rows
+from still_export.serving.rows import LEAST_FORK, Rows
 
 GRID = 64
 """Prompts of reproducible answers are cut at multiples of so many tokens: CPU kernels compute whole chunks of this size with the same sums
@@ -29,7 +29,8 @@ class Scheduler:
     """Runs requests in the rows of one batch; they join and leave between two tokens.
 
     A round reads one piece of one prompt, then one more token of every answer: a long prompt delays the answers of others by a piece at a
-    time, and readers take turns. `submit`, `cancel` and `stop` may be called while another thread steps.
+    time, and readers take turns. A beginning that several prompts have in common is read once. `submit`, `cancel` and `stop` may be called
+    while another thread steps.
 
     Args:
         rows: Requests that run at the same time.
@@ -178,7 +179,20 @@ class Scheduler:
             except Exception as error:  # of any runtime; other requests go on
                 self._fail([row], error)
                 continue
+            self._line_up(row)
+
+    def _line_up(self, row: Row) -> None:
+        """Let a row read its prompt, or wait for a row that is about to read the same beginning."""
+        prompt, scope, row.leader = row.request.prompt, row.request.scope, None
+        for other in self._readers if scope is not None and not self.model.feeding.whole_prompts else ():
+            if other.request.scope == scope:
+                meet = self._rows.on_grid(min(alike(prompt, other.request.prompt), len(prompt) - 1))
+                if meet > other.read and meet - row.read >= LEAST_FORK and (row.leader is None or meet > row.meet):
+                    row.leader, row.meet = other, meet
+        if row.leader is None:
             self._readers.append(row)
+        else:
+            row.leader.stops.add(row.meet)
 
     def _read(self) -> None:
         """Read the next piece of the prompt whose turn it is."""
@@ -191,6 +205,9 @@ class Scheduler:
             return
         self._readers.popleft()
         row.read += len(piece)
+        for follower in [other for other in self._rows if other.leader is row and other.meet == row.read]:
+            self._rows.follow(follower, row)
+            self._line_up(follower)
         if row.read < len(row.request.prompt):
             self._readers.append(row)
             self._rows.keep(row)
@@ -208,7 +225,7 @@ class Scheduler:
         end = min((row.read // self.piece + 1) * self.piece, len(row.request.prompt))
         if row.read < self._rows.on_grid(end):
             end = self._rows.on_grid(end)
-        return row.fork if row.read < row.fork < end else end
+        return min((stop for stop in row.stops if row.read < stop < end), default=end)
 
     def _speak(self) -> None:
         """Send the next token of every answer that has begun, and correctly guessed ones."""
@@ -221,7 +238,7 @@ class Scheduler:
         if any(guesses):
             self._speak_guessed(rows, last, begun)
             return
-        greedy = all(row.request.sampling.temperature == 0 for row in rows)
+        greedy = all(row.request.sampling.greedy for row in rows)
         found = self._call(rows, last, self.model.feed_greedy if greedy else self.model.feed)
         if speculation is not None:
             speculation.plain(time.perf_counter() - begun, len(rows))
@@ -239,18 +256,18 @@ class Scheduler:
 
     def _speak_guessed(self, rows: list[Row], last: list[list[int]], begun: float) -> None:
         """Feed `last`, the last token and guesses of each row, and send the tokens up to the first wrong guess."""
-        greedy, speculation = all(row.request.sampling.temperature == 0 for row in rows), self.model.speculation
+        greedy, speculation = all(row.request.sampling.greedy for row in rows), self.model.speculation
         found = self._call(rows, last, partial(self.model.guess, greedy=greedy))
         if found is None or speculation is None:
             return
         row_events: list[list[Event]] = []
-        failed: dict[int, NotFiniteError] = {}
+        failed: dict[int, RunError] = {}
         for row, logits, tokens in zip(rows, found, last, strict=True):
             events = list[Event]()
             for choices, guess in zip(logits[-len(tokens) :], [*tokens[1:], -1], strict=True):
                 try:
                     token = row.token(choices, greedy)
-                except NotFiniteError as error:
+                except RunError as error:  # logits that are not finite, or a grammar without a next token
                     failed[row.number] = error
                     break
                 events.append(self._event(row, token))
@@ -301,7 +318,7 @@ class Scheduler:
         """Send the next token of a row; if its logits are not finite, end its request alone."""
         try:
             token = row.token(found, greedy)
-        except NotFiniteError as error:
+        except RunError as error:  # logits that are not finite, or a grammar without a next token
             self._end(row, str(error))
         else:
             self._emit(row, self._event(row, token))
@@ -316,7 +333,7 @@ class Scheduler:
             self._rows.keep(row, lasting=True)
             self._free(row)
             self._finish(row.request, event)
-        elif event.text:
+        elif event.text or event.logprobs:
             row.request.listener(event)
 
     def _finish(self, request: Request, event: Event) -> None:
@@ -327,3 +344,5 @@ class Scheduler:
         self._rows.free(row, lost)
         if row in self._readers:
             self._readers.remove(row)
+        for follower in [other for other in self._rows if other.leader is row]:
+            self._line_up(follower)

@@ -6,21 +6,29 @@ import json
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from still_export.package.chat_format import REASONING
+from still_export.runtime.grammar import LarkGrammar, answer_lark
 from still_export.runtime.reasoning import Reasoning
-from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.sampling import SETTINGS, RunError, Sampling, TokenLogprobs
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import NO_MARKS, Text
 from still_export.runtime.tool_calls import ToolCalls
+from still_export.serving.requests import Event
 
-MOST_STOPS = 4
-"""Most stop texts of a request, as in OpenAI's API."""
+MOST_STOPS = 16
+"""Most stop texts of a request."""
+
+MOST_CHOICES = 128
+"""Most answers of a request."""
+
+MOST_LOGPROBS = 20
+"""Most likeliest tokens beside each token, as in OpenAI's API."""
 
 DEFAULT_TOKENS = 16
 """Default max_tokens of /v1/completions, as in OpenAI's API."""
@@ -29,25 +37,25 @@ MOST_MESSAGE = 1000
 """Most characters of an error; some quote the request."""
 
 MEANINGLESS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_retention"),
+        *("cache_prompt", "keep_alive"),
+    )
 )
 """Fields that do not change any token."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "functions": ([],),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    **dict.fromkeys(
+        ("typical_p", "typ_p", "tfs_z", "epsilon_cutoff", "eta_cutoff", "length_penalty", "dynatemp_exponent"), (1,)
+    ),
 }
-"""Unsupported fields, with the values that mean nothing is requested."""
+"""Unsupported fields, with the values by which nothing is asked for; for every other field these are null, false, 0 and empty ones."""
 
 
 MESSAGE_FIELDS = frozenset(("name", "tool_calls", "tool_call_id", *REASONING))
@@ -90,6 +98,19 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
+class NamedFunction(_Strict):
+    """A tool by its name."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The choice of one tool."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class Generation(_Strict):
     """Fields of both kinds of requests."""
 
@@ -98,9 +119,20 @@ class Generation(_Strict):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    response_format: dict[str, Any] | None = None
     stop: str | Listed[str] | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -109,6 +141,8 @@ class Completion(Generation):
     """A request to /v1/completions."""
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
+    echo: bool | None = None
+    logprobs: int | bool | None = None
 
 
 class Message(_Strict):
@@ -140,7 +174,10 @@ class Chat(Generation):
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Listed[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -149,24 +186,37 @@ class Chat(Generation):
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
-    """A parsed request that can be submitted.
+class Choice:
+    """One of the answers that a request asks for.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`) and
-    before tool calls. reasoning, calls: Parsers that separate these from content.
+    place: Of its prompt in the request. reasoning, calls: Parsers that separate these from content. echo: Text before the answer.
     """
 
-    chat: bool
     prompt: list[int]
     max_tokens: int
     sampling: Sampling
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    stream: bool
-    include_usage: bool
-    marks: Mapping[int, str]
-    reasoning: Reasoning
+    place: int = 0
+    reasoning: Reasoning = field(default_factory=lambda: Reasoning(None, False))
     calls: ToolCalls = field(default_factory=lambda: ToolCalls(None))
+    echo: str = ""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A parsed request that can be submitted.
+
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens whose texts are shown although they are
+    special. salt: Requests with the same one share cached prefixes.
+    """
+
+    chat: bool
+    choices: list[Choice]
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    marks: Mapping[int, str] = field(default_factory=dict)
+    salt: str | None = None
 
 
 Kind = TypeVar("Kind", bound=Generation)
@@ -191,10 +241,9 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
         where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
         raise ApiError(400, f"{where}: {found[0]['msg']}.", name, "invalid_value") from None
     for name, value in (request.model_extra or {}).items():
-        if value is None or name in MEANINGLESS or any(_same(value, x) for x in NEUTRAL.get(name, ())):
+        if not value or name in MEANINGLESS or any(_same(value, x) for x in NEUTRAL.get(name, ())):
             continue
-        known = "not served here" if name in NEUTRAL else "unknown to this server"
-        raise ApiError(400, f"{name[:64]} is {known}. Leave it out.", name[:64], "unsupported_parameter")
+        raise ApiError(400, f"{name[:64]} is not served here. Leave it out.", name[:64], "unsupported_parameter")
     if request.model != served:
         message = f"the model {request.model[:64]!r} does not exist here; this server has {served!r}."
         raise ApiError(404, message, "model", "model_not_found")
@@ -205,27 +254,32 @@ def _same(value: object, neutral: object) -> bool:
     return type(value) in (type(neutral), float if type(neutral) is int else type(neutral)) and value == neutral
 
 
-def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> ParsedRequest:
+def to_submit(
+    request: Completion | Chat, text: Text, context: int, vocabulary: int, warm: bool = False
+) -> ParsedRequest:
     """Convert a request for the scheduler.
 
     Args:
         text: Tokenizer and chat format.
+        vocabulary: Tokens of the model.
         warm: It is read ahead: the last message of a chat goes on in later requests.
 
     Raises:
         ApiError: The prompt cannot be read, or does not fit.
     """
     chat = isinstance(request, Chat)
+    where = "messages" if chat else "prompt"
+    count = 1 if warm else request.n or 1
     try:
-        prompt = _chat_ids(request, text, warm) if isinstance(request, Chat) else _prompt_ids(request.prompt, text)
-        sampling = Sampling(
-            1.0 if request.temperature is None else request.temperature,
-            max(0, request.top_k or 0),  # -1 means "all" in other APIs
-            1.0 if request.top_p is None else request.top_p,
-            secrets.randbits(63) if request.seed in (None, -1) else request.seed,
-        )
+        prompts = [_chat_ids(request, text, warm)] if isinstance(request, Chat) else _prompts(request.prompt, text)
+        lark = _lark(request, text, prompts[0])
+        samplings = [_sampling(request, n) for _ in prompts for n in range(count)]
+        for sampling in samplings if lark else ():
+            sampling.grammar = LarkGrammar(text, vocabulary, lark)
     except RunError as error:
-        raise ApiError(400, str(error), "messages" if chat else "prompt") from None
+        raise ApiError(400, str(error), where) from None
+    if len(samplings) > MOST_CHOICES:
+        raise ApiError(400, f"prompt: {len(samplings)} answers are asked for; the limit is {MOST_CHOICES}.", where)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stop) > MOST_STOPS:
         raise ApiError(400, f"stop: give at most {MOST_STOPS} texts.", "stop")
@@ -233,35 +287,72 @@ def to_submit(request: Completion | Chat, text: Text, context: int, warm: bool =
         StopTexts(stop)
     except RunError as error:
         raise ApiError(400, f"stop: {error}", "stop") from None
-    most = request.max_tokens
-    if isinstance(request, Chat):
-        most = request.max_completion_tokens or most
-    most = 1 if warm else most
-    room = context - len(prompt)
-    if room < (most or 1):
-        requested = f" and {most} are asked for" if most else ""
-        message = f"this model's context holds {context} tokens; the prompt has {len(prompt)}{requested}. Shorten one of them."
-        raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
-    streamed = bool(request.stream)
+    echo = isinstance(request, Completion) and bool(request.echo)
+    choices, tools = [], request.tools if isinstance(request, Chat) and request.tool_choice != "none" else None
+    for number, sampling in enumerate(samplings):
+        place = number // count
+        prompt = prompts[place]
+        room = context - len(prompt)
+        if room < 1:
+            message = f"this model's context holds {context} tokens; the prompt has {len(prompt)}. Shorten it."
+            raise ApiError(400, message, where, "context_length_exceeded")
+        most = min(1 if warm else _most(request) or room, room)
+        reasoning, calls, written = Reasoning(None, False), ToolCalls(None), ""
+        if isinstance(request, Chat):
+            calls, reasoning = _calls(request, tools, text), text.reasoning(prompt)
+        elif echo:
+            written = text.tokenizer.decode(prompt)
+        choices.append(Choice(prompt, most, sampling, place, reasoning, calls, written))
     usage = bool(request.stream_options and request.stream_options.include_usage)
-    most = most or (room if chat else min(room, DEFAULT_TOKENS))
-    marks, reasoning, calls = NO_MARKS, Reasoning(None, False), ToolCalls(None)
+    # Special tokens may belong to calls, also in a notation that is unknown here.
+    marks = {**(text.special_tokens if tools else {}), **text.marks} if chat else NO_MARKS
+    salt = request.cache_salt or request.prompt_cache_key
+    return ParsedRequest(chat, choices, stop, bool(request.ignore_eos), bool(request.stream), usage, marks, salt)
+
+
+def _most(request: Generation) -> int | None:
+    """Most tokens of an answer; None: as many as fit."""
     if isinstance(request, Chat):
-        calls = _calls(request, text)
-        # Special tokens may belong to calls, also in a notation that is unknown here.
-        marks = text.marks if calls.tools is None else {**text.special_tokens, **text.marks}
-        reasoning = text.reasoning(prompt)
-    return ParsedRequest(
-        chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls
-    )
+        return request.max_completion_tokens or request.max_tokens
+    return request.max_tokens or DEFAULT_TOKENS
 
 
-def _calls(request: Chat, text: Text) -> ToolCalls:
+def _sampling(request: Completion | Chat, number: int) -> Sampling:
+    """How the tokens of one answer are chosen; the defaults are OpenAI's."""
+    values = {entry.name: value for entry in SETTINGS if (value := getattr(request, entry.name)) is not None}
+    values["top_k"] = max(0, values.get("top_k", 0))  # -1 means "all" in other APIs
+    seed = values.get("seed", -1)
+    values["seed"] = secrets.randbits(63) if seed == -1 else seed + number
+    logprobs = int(request.logprobs) if request.logprobs else None
+    if isinstance(request, Chat):
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    elif request.logprobs == 0 and request.logprobs is not False and request.logprobs is not None:
+        logprobs = 0
+    if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
+        raise RunError(f"logprobs={logprobs}: give 0 to {MOST_LOGPROBS}.")
+    if logprobs is not None and isinstance(request, Completion) and request.echo:
+        raise RunError("echo with logprobs is not served here: a prompt's own log-probabilities are not computed.")
+    try:
+        bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    except ValueError:
+        raise RunError("logit_bias: the keys must be token ids.") from None
+    if not all(abs(value) <= 100 for value in bias.values()):
+        raise RunError("logit_bias: values must be between -100 and 100.")
+    return Sampling(**{"temperature": 1.0, **values}, logit_bias=bias, logprobs=logprobs)
+
+
+def _lark(request: Completion | Chat, text: Text, prompt: list[int]) -> str:
+    """The grammar of the answer; "": it is free."""
+    if not isinstance(request, Chat):
+        return answer_lark(text, prompt, request.response_format)
+    choice = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else request.tool_choice
+    one = request.parallel_tool_calls is False
+    return answer_lark(text, prompt, request.response_format, request.tools, choice, one)
+
+
+def _calls(request: Chat, tools: list[dict[str, Any]] | None, text: Text) -> ToolCalls:
     """The separator of calls and content; without tools nothing is a call."""
-    if not request.tools or request.tool_choice == "none" or not text.chat:
-        return ToolCalls(None)
-    words = (token.content for token in text.tokenizer.get_added_tokens_decoder().values())
-    return ToolCalls(request.tools, [*text.chat.templates.values(), *words])
+    return ToolCalls.of(text, tools or None, request.parallel_tool_calls is False)
 
 
 def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
@@ -280,25 +371,42 @@ def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     return text.dialogue(messages, tools=request.tools, arguments=arguments, goes_on=warm or goes_on, reply=reply)
 
 
-def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise RunError(f"prompt has {len(prompt)} texts; send one request for each.")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return text.encode(prompt)
-    return [token for token in prompt if isinstance(token, int)]
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[list[int]]:
+    """Token ids of each prompt."""
+    listed = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    return [text.encode(one) if isinstance(one, str) else [n for n in one if isinstance(n, int)] for one in listed]  # type: ignore[union-attr]
 
 
 FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 """OpenAI's finish_reason, by end of the answer."""
 
 
-class Reply:
-    """The JSON objects that answer one request."""
+@dataclass
+class Answered:
+    """What came of one choice: its text, log-probabilities, number of tokens, and how it ended."""
 
-    def __init__(self, request: ParsedRequest, model: str) -> None:
-        self.request = request
+    text: str = ""
+    ended: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: int = 0
+    cached: int = 0
+
+    def add(self, event: Event) -> None:
+        """Add a piece."""
+        self.text += event.text
+        self.ended = event.ended or ""
+        self.logprobs += event.logprobs
+
+
+class Reply:
+    """The JSON objects that answer one request.
+
+    Args:
+        text: Tokenizer, for log-probabilities.
+    """
+
+    def __init__(self, request: ParsedRequest, model: str, text: Text | None = None) -> None:
+        self.request, self.text = request, text
         kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -307,51 +415,56 @@ class Reply:
         }
         self._whole = {**self._head, "object": kind}
         self._chunk = {**self._head, "object": "chat.completion.chunk" if request.chat else kind}
+        self._offsets = [len(choice.echo) for choice in request.choices]
 
-    def whole(self, text: str, ended: str, tokens: int, cached: int = 0) -> dict[str, Any]:
-        """The answer in one object."""
-        fields: dict[str, Any] = {"text": text}
-        if self.request.chat:
-            found = self._split(text, True)
-            content = None if "tool_calls" in found else ""  # as in OpenAI's API
-            fields = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
-        choice = {
-            "index": 0,
-            **fields,
-            "logprobs": None,
-            "finish_reason": self._finished(fields.get("message", {}), ended),
-        }
-        return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
+    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
+        """The answers in one object."""
+        choices = []
+        for index, answer in enumerate(answers):
+            fields: dict[str, Any] = {"text": self.request.choices[index].echo + answer.text}
+            if self.request.chat:
+                found = self._split(index, answer.text, True)
+                content = None if "tool_calls" in found else ""  # as in OpenAI's API
+                fields = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
+            logprobs = self._logprobs(index, answer.logprobs)
+            finished = self._finished(fields.get("message", {}), answer.ended)
+            choices.append({"index": index, **fields, "logprobs": logprobs, "finish_reason": finished})
+        return {**self._whole, "choices": choices, "usage": self.usage(answers)}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before any text."""
-        return [self._of({"role": "assistant", "content": ""})] if self.request.chat else []
+        if self.request.chat:
+            return [self._of(n, {"role": "assistant", "content": ""}) for n in range(len(self.request.choices))]
+        return [self._of(n, {"text": c.echo}) for n, c in enumerate(self.request.choices) if c.echo]
 
-    def piece(self, text: str, ended: str | None = None) -> dict[str, Any]:
+    def piece(self, index: int, event: Event) -> dict[str, Any]:
         """A chunk of a streamed answer."""
-        delta = self._split(text, bool(ended)) if self.request.chat else {"text": text}
+        delta = self._split(index, event.text, bool(event.ended)) if self.request.chat else {"text": event.text}
         for number, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = number
-        return self._of(delta, self._finished(delta, ended) if ended else None)
+        finished = self._finished(delta, event.ended) if event.ended else None
+        return self._of(index, delta, finished, self._logprobs(index, event.logprobs))
 
-    def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
+    def last(self, answers: Sequence[Answered]) -> list[dict[str, Any]]:
         """Chunks after all text."""
-        usage = self.usage(tokens, cached)
-        return [{**self._chunk, "choices": [], "usage": usage}] if self.request.include_usage else []
+        return [{**self._chunk, "choices": [], "usage": self.usage(answers)}] if self.request.include_usage else []
 
-    def usage(self, tokens: int, cached: int = 0) -> dict[str, Any]:
-        """Tokens of the prompt, of its `cached` part, and of the answer."""
-        prompt = len(self.request.prompt)
+    def usage(self, answers: Sequence[Answered]) -> dict[str, Any]:
+        """Tokens of the prompts, of their cached parts, and of the answers."""
+        first = {choice.place: n for n, choice in reversed([*enumerate(self.request.choices)])}
+        prompt = sum(len(self.request.choices[n].prompt) for n in first.values())
+        cached, tokens = sum(answers[n].cached for n in first.values()), sum(answer.tokens for answer in answers)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
-    def _split(self, text: str, ended: bool) -> dict[str, Any]:
+    def _split(self, index: int, text: str, ended: bool) -> dict[str, Any]:
         """Reasoning, content and tool calls that are certain after `text`, without empty ones."""
-        parts = [self.request.reasoning.push(text), *([self.request.reasoning.end()] if ended else [])]
+        choice = self.request.choices[index]
+        parts = [choice.reasoning.push(text), *([choice.reasoning.end()] if ended else [])]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        content, calls = self.request.calls.push(content), list[dict[str, Any]]()
+        content, calls = choice.calls.push(content), list[dict[str, Any]]()
         if ended:
-            rest, calls = self.request.calls.end()
+            rest, calls = choice.calls.end()
             content += rest
         found = (("reasoning_content", thought), ("content", content), ("tool_calls", calls))
         return {name: value for name, value in found if value}
@@ -359,11 +472,44 @@ class Reply:
     def _finished(self, message: Mapping[str, Any], ended: str) -> str:
         return "tool_calls" if message.get("tool_calls") else FINISHED[ended]
 
-    def _of(self, fields: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
+    def _of(
+        self, index: int, fields: dict[str, Any], finished: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         fields = {"delta": fields} if self.request.chat else fields
         usage = {"usage": None} if self.request.include_usage else {}
-        choice = {"index": 0, **fields, "logprobs": None, "finish_reason": finished}
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finished}
         return {**self._chunk, "choices": [choice], **usage}
+
+    def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """OpenAI's objects; None if none are asked for."""
+        if self.request.choices[index].sampling.logprobs is None or self.text is None:
+            return None
+        decode = self.text.tokenizer.decode
+
+        def word(token: int) -> str:
+            return decode([token], skip_special_tokens=False)
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = word(token)
+            known = None if "\ufffd" in text else list(text.encode())  # a part of a character
+            return {"token": text, "logprob": logprob, "bytes": known}
+
+        if self.request.chat:
+            content = [
+                {**entry(one.token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]} for one in found
+            ]
+            return {"content": content, "refusal": None}
+        tokens = [word(one.token) for one in found]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [{word(token): logprob for token, logprob in one.top} for one in found],
+            "text_offset": offsets,
+        }
 
 
 def line(value: object) -> str:

@@ -10,7 +10,8 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tool_calls import BEGINNINGS, ToolCalls
-from still_export.serving.wire import ParsedRequest, Reply
+from still_export.serving.requests import Event
+from still_export.serving.wire import Answered, Choice, ParsedRequest, Reply
 from tests.still_export.runtime.notations import MODELS, NOTATIONS
 
 NOW = {
@@ -60,8 +61,14 @@ WRITTEN |= {name: (form.written, BERN) for name, form in NOTATIONS.items()}
 
 def reply(tools: Any = TOOLS, texts: tuple[str, ...] = BEGINNINGS) -> Reply:
     reasoning = Reasoning(("<think>", "</think>"), False)
-    calls = ToolCalls(tools, texts)
-    return Reply(ParsedRequest(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning, calls), "m")
+    choice = Choice([1], 9, Sampling(), 0, reasoning, ToolCalls(tools, texts))
+    return Reply(ParsedRequest(True, [choice]), "m")
+
+
+def whole(made: Reply, text: str, ended: str) -> dict[str, Any]:
+    """The choice of an answer in one object."""
+    (choice,) = made.whole([Answered(text, ended)])["choices"]
+    return dict(choice)
 
 
 def called(message: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -74,7 +81,7 @@ def streamed(text: str, step: int) -> tuple[str, list[tuple[str, Any]], str]:
     made, content = reply(), ""
     pieces = [text[i : i + step] for i in range(0, len(text), step)]
     for n, piece in enumerate(pieces, 1):
-        (choice,) = made.piece(piece, "end" if n == len(pieces) else None)["choices"]
+        (choice,) = made.piece(0, Event(piece, "end" if n == len(pieces) else None))["choices"]
         content += choice["delta"].get("content", "")
         assert n == len(pieces) or "tool_calls" not in choice["delta"]
     assert [call["index"] for call in choice["delta"].get("tool_calls", ())] == list(
@@ -89,7 +96,7 @@ def test_calls_come_out_whole_and_in_pieces(name: str, before: str) -> None:
     text, calls = WRITTEN[name]
     if before.startswith("Let") and not text.startswith(BEGINNINGS):
         return  # a call without a mark begins an answer, or it is none
-    choice = reply().whole(before + text, "end", 9)["choices"][0]
+    choice = whole(reply(), before + text, "end")
     assert called(choice["message"]) == calls and choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == (before if before.startswith("Let") else None)
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in choice["message"]["tool_calls"])
@@ -110,7 +117,7 @@ def test_calls_come_out_whole_and_in_pieces(name: str, before: str) -> None:
     ],
 )
 def test_text_around_calls_is_content(text: str, content: str) -> None:
-    message = reply().whole(text, "end", 9)["choices"][0]["message"]
+    message = whole(reply(), text, "end")["message"]
     assert called(message) == BERN and message["content"] == content
     for step in (1, 4):
         assert streamed(text, step) == (content, BERN, "tool_calls")
@@ -145,9 +152,7 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_is_no_whole_call_is_content(text: str) -> None:
     for ended in ("end", "length"):
-        choice = reply(texts=tuple(mark for mark in BEGINNINGS if mark != "<|python_tag|>")).whole(text, ended, 9)[
-            "choices"
-        ][0]
+        choice = whole(reply(texts=tuple(mark for mark in BEGINNINGS if mark != "<|python_tag|>")), text, ended)
         assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == ("length" if ended == "length" else "stop")
 
@@ -197,7 +202,7 @@ def test_values_have_the_schemas_types(schema: Any, text: str, value: Any) -> No
         f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>",
         f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
     ):
-        ((_, arguments),) = called(reply(tools).whole(written, "end", 9)["choices"][0]["message"])
+        ((_, arguments),) = called(whole(reply(tools), written, "end")["message"])
         assert arguments["x"] == value and type(arguments["x"]) is type(value)
 
 
@@ -205,10 +210,10 @@ def test_values_have_the_schemas_types(schema: Any, text: str, value: Any) -> No
 def test_notations_of_published_models(model: str) -> None:
     """Calls are found by the tools' names alone, and of other names by the template or the tokenizer's words."""
     form = NOTATIONS[MODELS[model]]
-    assert called(reply(texts=()).whole(form.written, "end", 9)["choices"][0]["message"]) == BERN
+    assert called(whole(reply(texts=()), form.written, "end")["message"]) == BERN
     other = form.written.replace("now", "later")
-    message = reply(texts=(f"{{{{ tools }}}} {form.begins}",)).whole(other, "end", 9)["choices"][0]["message"]
+    message = whole(reply(texts=(f"{{{{ tools }}}} {form.begins}",)), other, "end")["message"]
     assert called(message) == ([("later", BERN[0][1])] if form.begins else [])
-    unasked = reply(tools=None, texts=()).whole(form.written, "end", 9)["choices"][0]["message"]
+    unasked = whole(reply(tools=None, texts=()), form.written, "end")["message"]
     assert unasked["content"] == form.written and "tool_calls" not in unasked
-    assert not called(reply(texts=()).whole(other, "end", 9)["choices"][0]["message"])
+    assert not called(whole(reply(texts=()), other, "end")["message"])

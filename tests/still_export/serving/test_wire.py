@@ -14,7 +14,8 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.serving.app import _sampling_settings
-from still_export.serving.wire import ParsedRequest, Reply, line, to_the_end
+from still_export.serving.requests import Event
+from still_export.serving.wire import Answered, Choice, ParsedRequest, Reply, line, to_the_end
 
 httpx = pytest.importorskip("httpx2")  # what openai speaks through
 openai = pytest.importorskip("openai")
@@ -69,7 +70,7 @@ def test_reasoning_is_apart_from_content() -> None:
         thought = content = ""
         reply = Reply(asked(opened=False), "m")
         for piece, ended in ((said[:cut], None), (said[cut:], "end")):
-            delta = reply.piece(piece, ended)["choices"][0]["delta"]
+            delta = reply.piece(0, Event(piece, ended))["choices"][0]["delta"]
             thought, content = thought + delta.get("reasoning_content", ""), content + delta.get("content", "")
         assert (thought, content) == ("hm </b>", "Yes."), cut
     for text, opened, wanted in (
@@ -78,14 +79,13 @@ def test_reasoning_is_apart_from_content() -> None:
         ("Yes </think>.", False, (None, "Yes </think>.")),
         ("<thi", False, (None, "<thi")),
     ):
-        message = Reply(asked(opened), "m").whole(text, "end", 9)["choices"][0]["message"]
+        message = Reply(asked(opened), "m").whole([Answered(text, "end")])["choices"][0]["message"]
         assert (message.get("reasoning_content"), message["content"]) == wanted
 
 
 def asked(opened: bool) -> ParsedRequest:
     """A request whose prompt has opened reasoning, or not."""
-    reasoning = Reasoning(("<think>", "</think>"), opened)
-    return ParsedRequest(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning)
+    return ParsedRequest(True, [Choice([1], 9, Sampling(), 0, Reasoning(("<think>", "</think>"), opened))])
 
 
 @pytest.mark.parametrize(
