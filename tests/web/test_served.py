@@ -40,7 +40,7 @@ def test_a_server_shows_its_face(browser: Any, byte_package: Path) -> None:
         lines = tab.evaluate("[...document.getElementById('log').children].map(line => [line.className, line.said])")
         (kind, question), (_, answer), *cut = lines
         assert kind == "user" and [k for k, _ in cut] in ([], ["note cut"])
-        assert tab.title() == "tiny" and "tokens of a conversation" in tab.inner_text("#holds")
+        assert tab.title() == "tiny" and "Room for about" in tab.inner_text("#holds")
         assert status == 200 and question == "Who?" and answer and asked["choices"]
         assert served.ask("GET", "/page.js")[0] == 200 and served.ask("GET", "/worker.js")[0] == 404
         tab.close()
@@ -109,6 +109,7 @@ def test_an_answer_is_drawn_and_followed(browser: Any, byte_package: Path) -> No
         tab.evaluate("t => document.getElementById('log').replaceChildren()", None)
         sent: list[Any] = []
         tab.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+        tab.click("#settings summary")
         tab.locator("#temperature").fill("0.7")
         assert tab.inner_text("#temperature-shown") == "0.7"
         tab.fill("#message", "Who?")
@@ -117,3 +118,49 @@ def test_an_answer_is_drawn_and_followed(browser: Any, byte_package: Path) -> No
         assert sent[-1]["temperature"] == 0.7 and sent[-1]["top_p"] == 1
         assert tab.evaluate("(l => l.scrollHeight - l.scrollTop - l.clientHeight < 60)(document.getElementById('log'))")
         tab.close()
+
+
+def test_a_talk_is_kept_repeated_copied_and_its_end_explained(browser: Any, byte_package: Path) -> None:
+    """Over a reload with its settings; again in the place of the last answer; where the server has gone, with the command."""
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    tab, sent = context.new_page(), []
+    tab.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+
+    def done(answers: int) -> None:
+        tab.locator(".foot").nth(answers - 1).wait_for(timeout=120_000)
+        tab.locator("#status", has_text="Ready.").wait_for()
+
+    with serve(byte_package, Settings("tiny", None), rows=1, waiting=1) as served:
+        url = f"http://127.0.0.1:{served.port}/"
+        tab.goto(url)
+        tab.wait_for_selector("[data-loaded]")
+        assert not tab.is_visible("#key") and not tab.is_visible("#system")
+        tab.click("#settings summary")
+        tab.fill("#system", "Be brief.")
+        tab.fill("#most", "12")
+        tab.fill("#message", "Who?")
+        tab.press("#message", "Enter")
+        done(1)
+        assert sent[-1]["max_tokens"] == 12 and sent[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert "tokens, first after" in tab.inner_text(".foot") and "Room for about" in tab.inner_text("#holds")
+        tab.click(".copy")
+        tab.locator(".copy", has_text="Copied").wait_for()
+        said = tab.evaluate("document.querySelector('.assistant').said")
+        assert tab.evaluate("navigator.clipboard.readText()") == said and len(said) > 0
+        tab.click(".again")
+        done(1)
+        assert len(sent) == 2 and sent[0]["messages"] == sent[1]["messages"]
+        room = tab.inner_text("#holds")
+        tab.reload()
+        tab.wait_for_selector("[data-loaded]")
+        assert tab.locator("#log > .user").count() == tab.locator("#log > .assistant").count() == 1
+        assert tab.input_value("#system") == "Be brief." and tab.inner_text("#holds") == room
+        tab.fill("#message", "Where?")
+        tab.press("#message", "Enter")
+        done(2)
+        assert [m["role"] for m in sent[-1]["messages"]] == ["system", "user", "assistant", "user"]
+    tab.fill("#message", "Still there?")
+    tab.press("#message", "Enter")
+    tab.locator("#error", has_text=f"still-export serve tiny --port {served.port}").wait_for()
+    assert tab.input_value("#message") == "Still there?" and tab.locator("#log > .user").count() == 2
+    context.close()

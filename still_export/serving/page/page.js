@@ -4,16 +4,18 @@ import { markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const local = document.documentElement.dataset.mode === "local";
-const TOKENS = 512; // of an answer of this tab's model, at most
 const IDLE = $("status").textContent;
 const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
 const say = (text) => ($("status").textContent = text);
 const complain = (text) => ($("error").textContent = text);
 const NEAR = 40; // pixels from the end of the conversation
+const WORDS = 0.75; // of English, a token
+const MOST = 512; // tokens of an answer, where Settings say nothing
 let busy = true;
 let ready = false;
 let [topP, topK] = [1, 0];
+let capacity, used = 0; // tokens of a conversation, and of this one
 
 function show(running) {
   busy = running;
@@ -46,11 +48,50 @@ function draw(line) {
   if (follows) log.scrollTop = log.scrollHeight;
 }
 
+/** Below an answer: `text`, and buttons. */
+function foot(line, text) {
+  const log = $("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+  const made = Object.assign(document.createElement("div"), { className: "foot", textContent: text });
+  const button = (label, className, act) => {
+    const one = Object.assign(document.createElement("button"), { type: "button", textContent: label, className });
+    one.addEventListener("click", () => act(one));
+    made.append(one);
+  };
+  button("Copy", "copy", async (one) => (one.textContent = (await copied(line.said)) ? "Copied" : "Not copied: select the text"));
+  if (!local) button("Answer again", "again", again);
+  line.append(made);
+  if (follows) log.scrollTop = log.scrollHeight;
+}
+
+/** Whether a text is in the clipboard, which pages without TLS may reach by a selection only. */
+async function copied(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const area = Object.assign(document.createElement("textarea"), { value: text });
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  return done;
+}
+
+const longest = () => Math.round($("most").valueAsNumber) || Math.max(1, Math.min(MOST, Math.floor((capacity || Infinity) / 4)));
+const rounded = (number) => Number(number.toPrecision(2)).toLocaleString("en");
+const inWords = (tokens) => `about ${rounded(WORDS * Math.max(0, tokens))} words`;
+
+/** Show how long a conversation may be, or how much longer, after some tokens. */
+function hold(tokens = used) {
+  used = tokens;
+  const whole = capacity ? `Holds ${capacity.toLocaleString("en")} tokens of a conversation, ${inWords(capacity)}.` : "Holds conversations of any length.";
+  $("holds").textContent = capacity && used ? `Room for ${inWords(capacity - used)} more in this conversation.` : whole;
+}
+
 /** Show the model, and set what its publisher samples with.
  *  generation: Fields of generation_config.json; without do_sample it means the likeliest token. */
 function introduce(name, tokens, generation = {}) {
   document.title = $("name").textContent = name;
-  $("holds").textContent = tokens ? `Holds ${tokens.toLocaleString("en")} tokens of a conversation.` : "Holds conversations of any length.";
+  capacity = tokens;
+  $("most").placeholder = longest();
+  hold();
   const { do_sample, temperature = 1, top_p = 1, top_k = 0 } = generation;
   [topP, topK] = [top_p, top_k];
   $("temperature").value = do_sample ? temperature : 0;
@@ -131,8 +172,8 @@ const open = (source) => during("Opening the package: reading and checking its f
   worker?.terminate();
   [worker, ready] = [next, true];
   if ($("log").childElementCount) add("note", "Another model, which has not read what is above.");
-  const { model: { layers, hidden_size, family }, capacity, config } = manifest;
-  introduce(config?.model?.split("/").filter(Boolean).at(-1) ?? family, capacity.bounded && capacity.capacity_tokens, generation);
+  const { model: { layers, hidden_size, family }, capacity: room, config } = manifest;
+  introduce(config?.model?.split("/").filter(Boolean).at(-1) ?? family, room.bounded && room.capacity_tokens, generation);
   say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
 }).then(() => ready && $("message").focus());
 
@@ -193,16 +234,49 @@ const prove = (file) => during("Running the recorded calls.", async () => {
 
 // ---- the server that the page came from
 
+const TALK = "still-export talk"; // of this tab, kept over a reload
 const turns = [];
 let model, leaving;
 
 async function request(path, body) {
   const key = $("api-key").value;
   const headers = { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
-  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal: leaving?.signal });
-  if (answer.ok) return answer;
+  const sent = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal: leaving?.signal };
+  const answer = await fetch(path, sent).catch(unreachable);
+  if (answer.ok) {
+    $("key").hidden = true;
+    return answer;
+  }
   if (answer.status === 401) $("key").hidden = false;
   throw new Error((await answer.json().catch(() => ({})))?.error?.message ?? `the server answered ${answer.status}.`);
+}
+
+function unreachable(error) {
+  if (error.name === "AbortError") throw error;
+  const port = location.port && location.port !== "8000" ? ` --port ${location.port}` : "";
+  throw new Error(`The server does not answer. Start it again where it ran, then send again: still-export serve ${model ?? "DIR"}${port}`);
+}
+
+function keep() {
+  try {
+    sessionStorage.setItem(TALK, JSON.stringify({ turns, used, system: $("system").value, most: $("most").value }));
+  } catch {
+    // no storage, or more than it holds: the talk ends with the page
+  }
+}
+
+/** Show the conversation of before a reload. */
+function restore() {
+  const { turns: kept = [], used: before = 0, system = "", most = "" } = JSON.parse(sessionStorage.getItem(TALK) ?? "{}");
+  [used, $("system").value, $("most").value] = [before, system, most];
+  for (const { role, content } of kept) {
+    turns.push({ role, content });
+    const line = add(role, content);
+    if (role === "user") continue;
+    draw(line);
+    foot(line, "");
+  }
+  $("log").scrollTop = $("log").scrollHeight;
 }
 
 /** Ask the server for its model. */
@@ -212,59 +286,98 @@ async function meet() {
   introduce(id, max_model_len, generation_config);
 }
 
-/** The answer to a message, written into `line`; whether it was cut. */
+/** The answer to a message, written into `line`; whether it was cut, and a sentence about its speed. */
 async function served(message, line) {
-  let cut = false;
+  let [cut, told, first, last] = [false, ""];
+  const begin = performance.now();
   leaving = new AbortController();
   if (!model) await meet();
-  const messages = [...turns, { role: "user", content: message }];
+  const system = $("system").value.trim();
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns, { role: "user", content: message }];
   const sampling = { temperature: $("temperature").valueAsNumber, top_p: topP, top_k: topK };
-  const answer = await request("/v1/chat/completions", { model, messages, stream: true, ...sampling });
+  const asked = { model, messages, stream: true, stream_options: { include_usage: true }, max_tokens: longest(), ...sampling };
+  const answer = await request("/v1/chat/completions", asked);
   let rest = "";
   try {
     for await (const part of answer.body.pipeThrough(new TextDecoderStream())) {
       const lines = (rest + part).split("\n");
       rest = lines.pop();
       for (const said of lines.filter((l) => l.startsWith("data: {"))) {
-        const { error, choices } = JSON.parse(said.slice(6));
+        const { error, choices, usage } = JSON.parse(said.slice(6));
         if (error) throw new Error(error.message);
+        if (usage) {
+          told = spoken(usage, first - begin, last - first);
+          hold(usage.total_tokens);
+        }
         const { delta: { content, reasoning_content } = {}, finish_reason } = choices[0] ?? {};
+        if (content || reasoning_content) first ??= performance.now(), last = performance.now();
         if (reasoning_content) say("Thinking.");
         cut ||= finish_reason === "length";
         grow(line, content ?? "");
       }
     }
   } catch (error) {
-    if (error.name !== "AbortError") throw error;
+    if (error.name !== "AbortError") throw error.name === "TypeError" ? new Error("The server stopped in the middle of its answer.") : error;
+    told = "stopped here";
   }
   turns.push({ role: "user", content: message }, { role: "assistant", content: line.said });
-  return cut;
+  keep();
+  return { cut, told };
+}
+
+function spoken({ completion_tokens: tokens }, first_ms, rest_ms) {
+  if (!(first_ms >= 0)) return "an empty answer";
+  const rate = tokens > 1 && rest_ms > 0 ? `, ${((1000 * (tokens - 1)) / rest_ms).toFixed(1)} tokens a second` : "";
+  return `${tokens.toLocaleString("en")} tokens, first after ${(first_ms / 1000).toFixed(1)} s${rate}`;
+}
+
+/** Ask for the last answer once more. */
+function again() {
+  if (busy) return;
+  const [{ content: message }] = turns.slice(-2);
+  const lines = [...$("log").children], mine = lines.findLast((l) => l.className === "user");
+  const before = [...turns], below = lines.slice(lines.indexOf(mine) + 1);
+  turns.splice(-2);
+  below.forEach((l) => l.remove());
+  answering(message, mine, () => {
+    turns.splice(0, turns.length, ...before);
+    $("log").append(...below);
+  });
 }
 
 // ---- what both have
 
+/** Answer a message, whose line is `mine`; `undo` where no word of an answer comes. */
+const answering = (message, mine, undo) => during("Answering.", async () => {
+  const line = add("assistant");
+  try {
+    const sampling = { temperature: $("temperature").valueAsNumber, topK, topP, seed: crypto.getRandomValues(new Uint32Array(1))[0] };
+    const { cut, told = "" } = local
+      ? await ask("ask", { message, tokens: longest(), ...sampling }, ({ text }) => grow(line, text ?? ""))
+      : await served(message, line);
+    draw(line);
+    foot(line, told);
+    if (cut) add("note cut", "The answer was cut here: it is as long as Settings let it be.");
+    say("Ready.");
+  } catch (error) {
+    draw(line);
+    if (line.said) add("note", "The answer broke off here. It is no part of the conversation.");
+    else line.remove();
+    undo(line);
+    throw error;
+  }
+}).then(() => $("message").focus());
+
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const message = $("message").value.trim();
-  if (!message) return;
-  during("Answering.", async () => {
-    $("message").value = "";
-    const mine = add("user", message), line = add("assistant");
-    try {
-      const sampling = { temperature: $("temperature").valueAsNumber, topK, topP, seed: crypto.getRandomValues(new Uint32Array(1))[0] };
-      const cut = local
-        ? (await ask("ask", { message, tokens: TOKENS, ...sampling }, ({ text }) => grow(line, text ?? ""))).cut
-        : await served(message, line);
-      draw(line);
-      if (cut) add("note cut", "The answer was cut here: it is as long as it may be.");
-      say("Ready.");
-    } catch (error) {
-      draw(line);
-      if (!line.said) [mine, line].forEach((l) => l.remove());
-      $("message").value ||= message;
-      throw error;
-    }
-  }).then(() => $("message").focus());
+  if (!message || busy) return;
+  $("message").value = "";
+  const mine = add("user", message);
+  answering(message, mine, (line) => {
+    if (!line.said) mine.remove();
+    $("message").value ||= message;
+  });
 });
 $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) {
@@ -277,7 +390,9 @@ $("stop").addEventListener("click", () => (local ? worker.postMessage({ verb: "s
 $("clear").addEventListener("click", () => during("", async () => {
   if (local) await ask("clear");
   turns.length = 0;
+  keep();
   $("log").replaceChildren();
+  hold(0);
   say("Ready: a new conversation.");
 }));
 
@@ -301,6 +416,7 @@ if (local) {
   else show(false);
 } else {
   ready = true;
+  restore();
   show(false);
   say("Ready.");
   await meet().catch((error) => ($("key").hidden ? complain(error.message) : say("This server asks for a key.")));
