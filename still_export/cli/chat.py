@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from still_export.cli.output import Output
 from still_export.runtime.conversation import Conversation, FullError
@@ -75,9 +76,10 @@ def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
     """Returns None if the user keeps the oldest turns and so the message does not fit."""
+    stream = answer_stream()
     with interruptible() as stopped, buffered_typing(), output.reading(len(message) // 4) as progress:
         try:
-            answer = conversation.ask(message, sys.stdout, progress, stopped)
+            answer = conversation.ask(message, stream, progress, stopped)
         except FullError as full:
             if when_full == "stop":
                 raise
@@ -88,9 +90,11 @@ def _ask(
             else:
                 output.log(f"[the {full.turns} oldest turns are forgotten: the capacity is used up]")
             conversation.drop(full.turns)
-            answer = conversation.ask(message, sys.stdout, progress, stopped)
+            answer = conversation.ask(message, stream, progress, stopped)
     if answer.ended == "length":
         output.log(f"[cut at {len(answer.tokens)} tokens, by --tokens]")
+    elif answer.ended == "interrupted":
+        output.log(f"[stopped by Ctrl-C after {len(answer.tokens)} tokens]")
     return answer
 
 
@@ -120,6 +124,61 @@ def statistics(conversation: Conversation, last: Answer | None) -> str:
 
 
 ENDS = {"end": "the model", "length": "--tokens", "stop": "a stop text", "interrupted": "Ctrl-C"}
+
+
+class TerminalText:
+    """A text that comes in pieces, on a terminal: words are not cut at its edge, and control characters are shown, not obeyed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._column, self._word = 0, ""
+
+    def write(self, text: str) -> None:
+        """Write what is complete: a word waits for its end, or for the width of the terminal."""
+        from prompt_toolkit.utils import get_cwidth
+
+        width = shutil.get_terminal_size().columns
+        for part in _PARTS.findall(_visible(text)):
+            is_space, size = part.isspace(), get_cwidth(part)
+            if is_space or size > len(part) or get_cwidth(self._word) + size >= width:
+                self._end_word(width)
+            if part == "\n":
+                self._column = 0
+            elif is_space:
+                self._column += size
+            else:
+                self._word += part
+                continue
+            self.stream.write(part)
+
+    def _end_word(self, width: int) -> None:
+        from prompt_toolkit.utils import get_cwidth
+
+        size = get_cwidth(self._word)
+        if self._column and self._column + size > width:
+            self.stream.write("\n")
+            self._column = 0
+        self.stream.write(self._word)
+        self._column += size
+        self._word = ""
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+_PARTS = re.compile(r"\n|[^\S\n]+|[^\s\u1100-\U0010ffff]+|[\u1100-\U0010ffff]")
+"""Of a text: line ends, spaces, words; scripts that may be broken anywhere, character by character."""
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that move the cursor, color, title or direction of a terminal's text."""
+
+
+def _visible(text: str) -> str:
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def answer_stream() -> Any:
+    """Standard output, as an answer is written to it: to a file or a pipe as it is, to a terminal as TerminalText."""
+    return TerminalText(sys.stdout) if sys.stdout.isatty() else sys.stdout
 
 
 def _in_terminal() -> bool:

@@ -83,6 +83,10 @@ PANELS = {
 """Verbs by purpose, in the order of the help."""
 
 
+WIDE = 100
+"""Columns from which tables of flags have room for names and texts; narrower, help is plain paragraphs."""
+
+
 @functools.cache  # otherwise each call of `main` in a process builds all verbs again
 def app(verb: str = "", alone: bool = False) -> typer.Typer:
     """The command line. Only `verb` gets its flags from records, which need seconds of imports.
@@ -101,7 +105,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
         add_completion=False,  # its options need to know the calling shell and fail without one
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        rich_markup_mode="markdown",
+        rich_markup_mode="markdown" if verb not in VERBS or shutil.get_terminal_size().columns >= WIDE else None,
     )
     made.callback()(_root)
     for file, panel in [(file, panel) for panel, files in PANELS.items() for file in files]:
@@ -168,8 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
         if hasattr(signal, "SIGBUS"):
             end_at_lost_pages()
     try:
-        typed = _as_files(typed)
-        _look_ahead(typed)
+        if not {"-h", "--help"} & set(typed):
+            typed = _as_files(typed)
+            _look_ahead(typed)
         verb = typed[0] if typed else ""
         sys.exit(app(verb, verb in verbs)(typed, standalone_mode=False) or 0)
     except USAGE as error:

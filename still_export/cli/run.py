@@ -67,7 +67,7 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     demand_package(package, "run")
     from still_export.api import load
-    from still_export.cli.chat import ENDS, talk
+    from still_export.cli.chat import ENDS, answer_stream, talk
     from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
@@ -165,12 +165,12 @@ def run(
                 options.tokens or TOKENS,
                 sampling,
                 options.stop,
-                as_text=prompt_ids is None,
+                as_text=prompt_ids is None or (as_json and "tokenizer.json" in model.runner.manifest["files"]),
                 progress=progress,
                 chat_template_kwargs=arguments,
                 response_format=schema,
             )
-            write_answer(answer, None if as_json else sys.stdout)
+            write_answer(answer, None if as_json else answer_stream())
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
 

@@ -557,3 +557,15 @@ def test_a_servers_key_may_stand_in_the_environment(
 def test_an_unsupported_model_ends_with_a_command() -> None:
     said = as_typed("head_dim=96 in config.json.", "UnsupportedModelError", ["export", "some model", "-o", "p"])
     assert said.startswith("export some model: ") and said.endswith("still-export inspect 'some model'")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_help_is_not_cut_and_looks_at_no_file(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    app.cache_clear()
+    assert call("run", "missing", "--prompt-file", "nowhere", "--load-state=nothing", "-h") == 0
+    said = capsys.readouterr().out
+    app.cache_clear()
+    assert "…" not in said and max(map(len, said.splitlines())) <= columns
+    for flag in ("--chat-template-kwargs", "--prompt-file", "--save-state", "--no-check"):
+        assert flag in said, flag

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
 
-from still_export.cli.chat import opening, talk
+from still_export.cli import chat
+from still_export.cli.chat import TerminalText, opening, talk
 from still_export.cli.output import Output
 
 PROMPT = "\x1b[?2004h"  # what the editor prints as it begins to read
@@ -145,3 +147,33 @@ def test_what_takes_long_says_so_at_once() -> None:
         progress("layers", 1, 2)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "opening package" in shown and "loading" in shown and shown.index("loading") < shown.index("layers")
+
+
+def test_words_are_whole_and_control_characters_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    said = (
+        "The quick brown fox jumps over the lazy dog.\n\nnext\x1b[2J\x07\x9b\u202e line, café "
+        + "w" * 30
+        + " "
+        + "世界" * 15
+        + "\n"
+    )
+    for step in (1, 3, 1000):
+        shown = io.StringIO()
+        text = TerminalText(shown)
+        for at in range(0, len(said), step):
+            text.write(said[at : at + step])
+        lines = shown.getvalue().split("\n")
+        assert lines[:4] == ["The quick brown fox ", "jumps over the lazy ", "dog.", ""]
+        assert lines[4].startswith("next\\x1b[2J\\x07\\x9b") and "\\u202e" in shown.getvalue()
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown.getvalue())
+        kept = shown.getvalue().replace("\n", "").replace(" ", "")
+        assert "w" * 30 in kept
+        assert "世界" * 15 in kept and max(map(get_cwidth, lines)) <= 20
+
+
+def test_where_ctrl_c_stopped_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = SimpleNamespace(ended="interrupted", tokens=[1, 2, 3])
+    conversation: Any = SimpleNamespace(ask=lambda *_: ended)
+    chat._ask(conversation, "hello", Output(), "ask", lambda prompt: None)
+    assert "[stopped by Ctrl-C after 3 tokens]" in capsys.readouterr().err
