@@ -3,10 +3,11 @@
   python -m tools.check_gpu prepare PLACE [--arch sm_90] [--only NAME ...]     anywhere: packages of odd sizes, their kernels compiled
   python -m tools.check_gpu run PLACE [PIECE ...] [-o FOLDER] [--seconds N]    on the GPU; FOLDER/check_gpu.json, and a log for each piece
 
-Pieces: kernels (of every op against their meanings), core (the C++ core against Triton's launches), states (errors beside those of PyTorch
-on the same GPU), packages (`prove` of each by ONNX Runtime's CUDA provider), speeds (beside peers), tests (the fast tests, which need no
-GPU but its machine's Python), tensorrt and vllm, where these are installed. Without names: all, in this order. A piece that is not done
-within its time is stopped and fails; the record is written anew after each piece, so what was shown stays.
+Pieces: states (errors beside those of PyTorch on the same GPU), packages (`prove` of each by ONNX Runtime's CUDA provider), kernels (of
+every op against their meanings), core (the C++ core against Triton's launches), speeds (beside peers), tests (the fast tests, which need no
+GPU but its machine's Python), tensorrt and vllm, where these are installed. Without names: all these, in this order; by name also slow
+(65,536 steps of a graph), memcheck and racecheck (compute-sanitizer over few cases) and tune (settings that are faster). A piece that is
+not done within its time is stopped and fails; the record is written anew after each piece, so what was shown stays.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -30,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "graphs")]  # runs without installation
 CORES = len(os.sched_getaffinity(0))
 STILL = (sys.executable, "-m", "still_export.cli.main")
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.check_gpu")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tools.check_gpu")
 FAILURES = "STILL_FAILURES"
 """Environment variable with the file that pytest writes failures to at once: a run that is stopped has no summary."""
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,12 +48,14 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("float16", {}),
     "jamba": ("float16", dict(hidden_size=40, mamba_d_state=22)),
     "lfm2": ("float16", dict(hidden_size=48)),
-    "hgrn2": ("bfloat16", {}),
+    "hgrn2": ("float16", {}),
     "gated_deltanet": ("float32", {}),
     "still": ("float16", dict(hidden_size=72, head_dim=24)),
 }
-"""Packages by family: their type and sizes, which no published model has. One in bfloat16 and one in float32 are among them."""
+"""Packages by family: their type and sizes, which no published model has. One in float32 is among them."""
 LENGTHS = "1,63,65,129,300"
+SANITIZED = "compiled and (crossing or promoting or folding)"
+"""Cases of hybrid attention for compute-sanitizer, under which a kernel takes a hundred times as long."""
 OPS = ("LinearAttention", "HybridAttention", "Attention", "CausalConv")
 """Whose speeds are measured beside peers."""
 
@@ -67,7 +71,7 @@ class Piece:
     """
 
     seconds: float
-    commands: dict[str, Sequence[str]] = field(default_factory=dict)
+    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
     together: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
@@ -135,7 +139,8 @@ def speeds(place: Path, out: Path) -> Piece:
 
 def tests(place: Path, out: Path) -> Piece:
     chosen = ("-n", str(CORES), "--dist", "loadfile", "-m", "not long and not slow and not gpu")
-    return Piece(420, {"tests": [*PYTEST, *chosen]}, environment={"OMP_NUM_THREADS": "1"})
+    commands = {"builds": [sys.executable, "-m", "tests.plugins.builds"], "tests": [*PYTEST, *chosen]}
+    return Piece(420, commands, environment={"OMP_NUM_THREADS": "1"})
 
 
 def tensorrt(place: Path, out: Path) -> Piece:
@@ -149,14 +154,46 @@ def vllm(place: Path, out: Path) -> Piece:
     return Piece(420, {"vllm": [*PYTEST, "-m", "gpu", "tests/gpu/test_vllm.py"]}, missing=missing)
 
 
+def slow(place: Path, out: Path) -> Piece:
+    tests = ("-n", "4", "-m", "gpu and slow", "tests/still_kernels")
+    return Piece(420, {"slow": [*PYTEST, *tests]})
+
+
+def sanitized(tool: str) -> Piece:
+    """compute-sanitizer; PyTorch's allocator would hide what lies beside a tensor."""
+    program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin") or ""
+    own = (program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+    command = [*own, *PYTEST, "-m", "gpu", "tests/still_kernels/hybrid_attention/test_triton.py", "-k", SANITIZED]
+    missing = "" if program else "compute-sanitizer is not installed"
+    return Piece(300, {tool: command}, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, missing=missing)
+
+
+def memcheck(place: Path, out: Path) -> Piece:
+    return sanitized("memcheck")
+
+
+def racecheck(place: Path, out: Path) -> Piece:
+    return sanitized("racecheck")
+
+
+def tune(place: Path, out: Path) -> Piece:
+    files = {op: out / f"tune-{op}.json" for op in OPS}
+    commands = {
+        f"tune-{op}": [sys.executable, "-m", "tools.kernels.tune", op, "--seconds", "240", "-o", str(file)]
+        for op, file in files.items()
+    }
+    return Piece(300.0 * len(OPS), commands, files=files)
+
+
+USUAL = (states, packages, kernels, core, speeds, tests, tensorrt, vllm)
 PIECES: dict[str, Callable[[Path, Path], Piece]] = {
-    each.__name__: each for each in (kernels, core, states, packages, speeds, tests, tensorrt, vllm)
+    each.__name__: each for each in (*USUAL, slow, memcheck, racecheck, tune)
 }
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """As a plugin of pytest: keep the end of what a failed test says."""
-    if report.failed and (file := os.environ.get(FAILURES)) and not hasattr(report, "workerinput"):
+    if report.failed and (file := os.environ.get(FAILURES)) and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(file, "a", encoding="utf-8") as out:
             said = [line for line in report.longreprtext.splitlines() if line.strip()][-6:]
             print(f"{report.nodeid} ({report.when})", *said, sep="\n    ", file=out)
@@ -225,7 +262,7 @@ def run(options: argparse.Namespace) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRITON_CACHE_DIR", str(options.output.resolve() / "triton"))
     end, found = time.monotonic() + options.seconds, {}
-    for name in options.pieces or PIECES:
+    for name in options.pieces or [piece.__name__ for piece in USUAL]:
         left = end - time.monotonic()
         found[name] = (
             run_piece(name, options.place.resolve(), options.output.resolve(), left)

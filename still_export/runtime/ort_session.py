@@ -109,6 +109,16 @@ def keep_codes(options: Any) -> None:
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
 
 
+NEWEST_NODES = (1, 31)
+"""ONNX Runtime before it refuses experts of few bits: its QMoE has no input for the router's weights."""
+
+
+def version_of(onnxruntime: Any) -> tuple[int, int]:
+    """Major and minor version of the module."""
+    major, minor = onnxruntime.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def open_session(
     folder: Path,
     manifest: dict[str, Any],
@@ -159,6 +169,9 @@ def open_session(
         )
         if native and provider == "cuda" and "archive" in str(error):
             advice = " Export again with --native --arch and the name of this GPU."
+        if "INVALID_GRAPH" in str(error) and version_of(onnxruntime) < NEWEST_NODES:
+            least = ".".join(map(str, NEWEST_NODES))
+            advice = f" onnxruntime {onnxruntime.__version__} is too old for its nodes: install {least} or newer."
         weights = "".join(f" with {name}" for name in manifest["files"] if name.endswith(".data"))
         raise RunError(
             f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split()).rstrip('.')}.{advice}"

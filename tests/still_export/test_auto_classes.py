@@ -137,7 +137,7 @@ def test_a_transformers_of_another_kind_is_left_usable(tmp_path: Path) -> None:
 def test_pipeline_answers_batches_as_single_prompts(folder: Path) -> None:
     import still_export  # noqa: F401
 
-    answers = pipeline("text-generation", model=str(folder))
+    answers = pipeline("text-generation", model=str(folder), device="cpu")
     assert answers.tokenizer.padding_side == "left"
     asked = dict(max_new_tokens=7, do_sample=False, return_full_text=False)
     together = answers(PROMPTS, batch_size=4, **asked)
