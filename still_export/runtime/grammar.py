@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +41,8 @@ class LarkGrammar:
         if len(lark) > MOST_CHARACTERS:
             raise RunError(f"the schema has more than {MOST_CHARACTERS:,} characters. Give a smaller one.")
         library = _library()
-        self._matcher = library.LLMatcher(_tokenizer(text, vocabulary), lark, log_level=0)
+        tokenizer, self._never = _tokenizer(text, vocabulary)
+        self._matcher = library.LLMatcher(tokenizer, lark, log_level=0)
         self._check("the schema is not one that answers can follow")
         self.ended = False
 
@@ -49,13 +50,16 @@ class LarkGrammar:
         """Tokens that may come next, bool [V]."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check("the grammar of this answer failed")
-        return np.unpackbits(bits, bitorder="little").astype(bool)
+        found = np.unpackbits(bits, bitorder="little").astype(bool)
+        if self._never is not None:
+            found[self._never] = False
+        return found
 
     def take(self, token: int) -> None:
         """Add a token of the answer."""
         self._matcher.consume_token(token)
         self._check("the grammar of this answer failed")
-        self.ended = self._matcher.is_stopped()
+        self.ended = self._matcher.is_stopped() or (self._never is not None and self._matcher.is_accepting())
 
     def _check(self, what: str) -> None:
         if fault := self._matcher.get_error():
@@ -221,7 +225,30 @@ def _expression(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT})}"
+    several = any(len(found.get("allOf") or ()) > 1 for found in _objects(schema))
+    return f"%json {json.dumps({**(schema if several else _closed(schema)), 'x-guidance': _COMPACT})}"
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names, unless it says so: small models go on adding others."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {"enum", "const", "default", "examples", "required"}
+    found = {key: value if key in kept else _closed(value) for key, value in schema.items()}
+    named = isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object"
+    if named and not {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & set(schema):
+        found["additionalProperties"] = False
+    return found
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects within a value of JSON."""
+    if isinstance(value, Mapping):
+        yield value
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _objects(item)
 
 
 def _quoted(text: str) -> str:
@@ -253,11 +280,16 @@ def _library() -> Any:
     return llguidance
 
 
-def _tokenizer(text: Text, vocabulary: int) -> Any:
-    """llguidance's view of a tokenizer, made once."""
+def _tokenizer(text: Text, vocabulary: int) -> tuple[Any, int | None]:
+    """llguidance's view of a tokenizer, made once, and a token that must never be chosen."""
     with _LOCK:
         if text not in _TOKENIZERS:
-            _TOKENIZERS[text] = _library().LLTokenizer(
-                text.tokenizer.to_str(), n_vocab=vocabulary, eos_token=sorted(text.ends) or None
-            )
+            # A model without an end token gets one that is never chosen; its answers end where the grammar first allows it.
+            added = text.tokenizer.get_added_tokens_decoder()
+            ends = sorted(text.ends) or [max(added, default=text.tokenizer.get_vocab_size() - 1)]
+            try:
+                made = _library().LLTokenizer(text.tokenizer.to_str(), n_vocab=vocabulary, eos_token=ends)
+            except ValueError as error:
+                raise RunError(f"llguidance does not read this tokenizer: {error}. Ask without a grammar.") from error
+            _TOKENIZERS[text] = made, None if text.ends else ends[0]
         return _TOKENIZERS[text]

@@ -235,6 +235,7 @@ const prove = (file) => during("Running the recorded calls.", async () => {
 // ---- the server that the page came from
 
 const TALK = "still-export talk"; // of this tab, kept over a reload
+const SALT = Array.from(crypto.getRandomValues(new Uint8Array(16)), String).join("-"); // nobody else's requests share this talk's states
 const turns = [];
 let model, leaving;
 
@@ -296,6 +297,7 @@ async function served(message, line) {
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns, { role: "user", content: message }];
   const sampling = { temperature: $("temperature").valueAsNumber, top_p: topP, top_k: topK };
   const asked = { model, messages, stream: true, stream_options: { include_usage: true }, max_tokens: longest(), ...sampling };
+  if ($("api-key").value) asked.cache_salt = SALT;
   const answer = await request("/v1/chat/completions", asked);
   let rest = "";
   try {
