@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -12,7 +13,6 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.extras import EXTRAS, installation
-from still_export.proof.op_sources import imports as modules_of
 from tests.test_imports import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -40,6 +40,20 @@ def distributions(requirements: list[str]) -> set[str]:
         for extra in extras.split(",") if name == PROJECT["name"] else ():
             found |= distributions(PROJECT["optional-dependencies"][extra])
     return found
+
+
+def modules_of(path: Path) -> Iterator[str]:
+    """Modules that a file imports, nested imports too, but for those under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    skipped = {id(inner) for outer in types for part in outer.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
 
 
 def imports() -> Iterator[tuple[str, str]]:

@@ -3,8 +3,8 @@
   python -m tools.verdicts [--old]                                print the rows, or those that are old
   python -m tools.verdicts RECORD ... [--archive records.tar.gz]  take in what runs wrote, and keep the records themselves in the archive
 
-A row is old where today's judge is another one (PROOF_VERSION), or the code of an op that ran has changed; comments and docstrings are no
-code. A run that did not hash what it ran is marked unknown. Records are too many for the sources: the archive is an asset of a release.
+A row is old where today's judge is another one (PROOF_VERSION). Its `ran` says which graph, archive of kernels and plan of an engine it is
+about: an export whose hashes differ was not proven by it. Records are too many for the sources: the archive is an asset of a release.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import argparse
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 
 from still_export.errors import ConfigError
 from still_export.proof.constants import PROOF_VERSION
-from still_export.proof.op_sources import Device, op_digest
-from still_export.proof.records import OP, Record, make_record
+from still_export.proof.records import Record, make_record
 
 VERDICTS = Path(__file__).resolve().parents[1] / "docs/reference/verdicts.json"
 KEY = ("target", "machine", "subject", "type")
@@ -39,24 +38,9 @@ RUNTIMES = {
 Row = dict[str, Any]
 
 
-def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
-    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
-
-    Args:
-        letters: Of each hash that are known.
-    """
-    found = ["judge"] if judge != PROOF_VERSION else []
-    for part, digest in ran.items():
-        if part.startswith(OP):
-            name, _, device = part.removeprefix(OP).partition(" on ")
-            if (op_digest(name, cast(Device, device)) or "")[:letters] != digest:
-                found.append(part.removeprefix(OP))
-    return found
-
-
 def sum_up(name: str, parts: Sequence[Record]) -> Record:
     """One record of a run that proved several packages or asked several checks: `rows` has each, `failed` the names of those that failed,
-    `ran` the ops of all; its subject is what they share."""
+    its subject is what they share."""
     margins = [m for part in parts if isinstance(m := part.figures.get("worst_of_its_bound"), int | float)]
     failed: list[Any] = [part.name for part in parts if part.verdict == "failed"]
     rows = [part.model_dump(mode="json", include={"name", "subject", "verdict", "figures", "ran"}) for part in parts]
@@ -64,9 +48,8 @@ def sum_up(name: str, parts: Sequence[Record]) -> Record:
     if margins:
         figures["worst_of_its_bound"] = max(margins)
     subject = dict(set.intersection(*(set(part.subject.items()) for part in parts)))
-    ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
     versions = {kind: version for part in parts for kind, version in part.versions.items()}
-    return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
+    return make_record("proof", name, subject, figures, {}, not failed, parts[0].seed, versions=versions)
 
 
 def read_record(path: Path) -> Record:
@@ -95,7 +78,6 @@ def row_of(records: Sequence[Record]) -> Row:
     """The row of records of one run that share target, machine, subject and type."""
     last = max(records, key=lambda record: record.date)
     margins = [m for r in records if isinstance(m := r.figures.get("worst_of_its_bound"), int | float)]
-    parts = {part: digest[:SHORT] for record in records for part, digest in record.ran.items() if part.startswith(OP)}
     files = last.ran if len(records) == 1 else {}
     version = next(
         (f"{n} {v}" for k, n in RUNTIMES.items() if _target(last).startswith(k) and (v := last.versions.get(n))), ""
@@ -107,7 +89,7 @@ def row_of(records: Sequence[Record]) -> Row:
         "margin": max(margins, default=None),
         "runtime": version,
         "judge": last.judge,
-        "ran": {part: digest[:SHORT] for part, digest in files.items() if not part.startswith(OP)} | dict(sorted(parts.items())),
+        "ran": {part: digest[:SHORT] for part, digest in files.items()},
         "command": last.command,
         "date": f"{last.date:%Y-%m-%d}",
         "commit": last.commit,
@@ -144,11 +126,10 @@ def taken_in(rows: Iterable[Row], records: Iterable[Record]) -> list[Row]:
 
 
 def state_of(row: Row) -> str:
-    """current, old with what changed, or unknown."""
-    if not row["ran"]:
-        return "unknown: the run did not hash what it ran"
-    found = old_parts(row["judge"], row["ran"], SHORT)
-    return f"old: {', '.join(found)}" if found else "current"
+    """current, old, or unknown."""
+    if row["judge"] is None:
+        return "unknown: the run did not name its judge"
+    return "current" if row["judge"] == PROOF_VERSION else "old: judge"
 
 
 def read_rows(path: Path) -> list[Row]:

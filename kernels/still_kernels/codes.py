@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -11,11 +14,33 @@ LEAST = 1e-30
 """Replaces a magnitude of 0; divided by STEPS it is still a normal number."""
 
 
+_near: tuple[float, torch.Generator] | None = None
+
+
+@contextmanager
+def near_codes(width: float, generator: torch.Generator) -> Iterator[None]:
+    """Context in which a number at most `width` from halfway between two codes gets either, at random: the codes of another runtime."""
+    global _near
+    before, _near = _near, (width, generator)
+    try:
+        yield
+    finally:
+        _near = before
+
+
+def _nearest(x: Tensor) -> Tensor:
+    if _near is None:
+        return torch.round(x)
+    width, generator = _near
+    moved = (2 * torch.rand(x.shape, generator=generator) - 1).to(x) * width
+    return torch.round(x + moved)
+
+
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [..., D] of any float type as words int32 [..., D / 4] and scales float32 [...]."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1))
-    codes = torch.round(wide / torch.where(scale > 0, scale, 1)[..., None])
+    codes = _nearest(wide / torch.where(scale > 0, scale, 1)[..., None])
     return codes.to(torch.int8).contiguous().view(torch.int32), scale
 
 
@@ -30,7 +55,7 @@ def rounded(rows: Tensor) -> Tensor:
     """Rows [..., D] after quantization and dequantization, in their own type. Traces as standard ops."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1, keepdim=True).clamp_min(LEAST))
-    return (torch.round(wide / scale) * scale).to(rows.dtype)
+    return (_nearest(wide / scale) * scale).to(rows.dtype)
 
 
 def _parts(largest: Tensor) -> Tensor:

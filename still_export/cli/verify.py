@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from still_export.cli.gguf_package import package_of
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
@@ -24,10 +22,9 @@ from still_export.sources import demand_package
 from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
-    from still_export.proof.judged import Report
+    from still_export.proof.judge import Report
     from still_export.proof.verdict import Verdict
 
-LOGITS = "logits"
 SERVED = "With --runtime vllm"
 WITH_BOTH = ("seed", "runtime", "provider")
 """Options that vLLM's proof shares or ignores."""
@@ -145,7 +142,6 @@ def verify(
         foreign_flags = {"record": record, "selections": selections, "follow": choices_file, "report": report, **flags}
         raise typer.Exit(0 if verify_foreign(package, output, foreign_flags, out, junit) else 1)
     from still_export.doctor import machine
-    from still_export.graph.quantization.policy import rounds_activations
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
@@ -164,7 +160,7 @@ def verify(
     if choices_file is not None and record is None:
         raise ConfigError("--follow is for PyTorch's answers: give it with --record.")
     options = proof.VerifyOptions(**flags)
-    opened = open_package(package, check_hashes=False)
+    open_package(package, check_hashes=False)
     if trust_native:
         trust_package(package)
     folder = (output or package / "verify") if file is None else file.parent
@@ -191,13 +187,13 @@ def verify(
         except ModelNotFoundError as error:
             if options.model is not None or options.calls is not None:
                 raise
-            own = verify_own(package, options.provider, options.seed, str(error), progress)
+            own = verify_own(package, options.provider, options.seed or 0, str(error), progress)
     if own is not None:
         verdict = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
         with staged_files(folder) as work:
             (work / "report.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
-        lines = [*map(str, own.checks), *(f"not asked: {line}" for line in own.not_asked)]
-        out.result(verdict, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
+        outcome = f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}"
+        out.result(verdict, outcome, *(f"not asked: {line}" for line in own.not_asked), *map(str, own.checks))
         raise typer.Exit(0 if own.passed else 1)
     content, ran, loss = found.to_dict(), found.subject, found.loss
     with staged_files(folder) as work:
@@ -205,16 +201,7 @@ def verify(
     if as_json:
         out.result(content)
     else:
-        rounded = rounds_activations(opened.manifest)
-        baseline = (
-            "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
-        )
-        _print(found.report, folder, ran.title, ran.native, baseline, repeatable=options.adapter is None)
-        if loss is not None:
-            print(loss)
-        for line in found.report.not_asked:
-            print(f"not asked: {line}")
-        print("PASSED" if found.report.passed else "FAILED: the package does not compute what PyTorch computes")
+        print(*lines(found.report, folder, None if loss is None else str(loss), options.adapter is None), sep="\n")
     if junit is not None:
         write_junit(content, package.name, junit)
     if report is not None:
@@ -226,45 +213,36 @@ def verify(
     raise typer.Exit(0 if found.report.passed else 1)
 
 
-def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
-    """`repeatable`: polygraphy's command can repeat the run, which it cannot with an adapter."""
-    console = Console(width=None if Console().is_terminal else 150)
-    table = Table(
-        title=f"PyTorch against {runtime}: the logits, and the state nearest to its bound; own = mean error of {own_run}"
-    )
-    for column in ("case", "output", "max error", "mean", "own", "judged", "bound", "of its bound", ""):
-        table.add_column(column, justify="left" if column in ("case", "output", "") else "right", no_wrap=True)
-    cases = defaultdict(list)
-    for entry in report.outputs:
-        cases[entry.case].append(entry)
-    for case, entries in cases.items():
-        states = [e for e in entries if e.output != LOGITS]
-        shown = [e for e in entries if e.output == LOGITS]
-        shown += [max(states, key=lambda e: (not e.passed, e.of_bound))] if states else []
-        for entry in shown:
-            numbers = (entry.max_abs, entry.mean_abs, entry.own_mean_abs, entry.worst, entry.bound)
-            table.add_row(
-                case,
-                entry.output.removeprefix("present_"),
-                *(f"{number:.1e}" for number in numbers),
-                f"{entry.of_bound:.2f}",
-                "ok" if entry.passed else "MISMATCH",
-            )
-    console.print(table)
-    for check in report.checks:
-        print(check)
+def lines(report: Report, folder: Path, loss: str | None, repeatable: bool) -> Iterator[str]:
+    """The verdict for people: the verdict first, then what was not asked, then what is nearest to its bound.
+
+    Args:
+        loss: What the bits cost.
+        repeatable: Polygraphy's command can repeat the run, which it cannot with an adapter.
+    """
+    yield "PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes"
+    yield from (f"not asked: {line}" for line in report.not_asked)
+    failed = [check for check in report.checks if not check.passed]
+    if (nearest := report.nearest) is not None:
+        yield f"{'furthest' if report.mismatches else 'nearest to its bound'}: {nearest.describe()} ({nearest.of_bound:.0%} of it)"
+    for entry in report.mismatches[1:SHOWN]:
+        yield f"also off: {entry.describe()}"
+    if more := report.mismatches[SHOWN:]:
+        yield f"and {len(more)} more outputs"
+    yield from map(str, failed)
     chosen = report.selections
-    print(
-        f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie (rounding turns some "
-        f"{chosen.expected:.1f}), {chosen.wrong} differ without one"
-    )
-    layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
-    for entry in report.mismatches[:SHOWN]:
-        print(entry.describe())
-    print(f"top-1 agreement: {report.top1:.4f} ({own_run} {report.own_top1:.4f}); first diverging layer: {layer}")
-    print(f"report with every output: {folder / 'report.json'}")
-    if not repeatable:
-        return
-    bodies = ", on the function bodies, which run where the kernel is not loaded" if native else ""
-    print(f"the same without still-export, as far as single calls show it, under every output's largest bound{bodies}:")
-    print(f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}")
+    if chosen.wrong:
+        yield f"selections: {chosen.wrong} of {chosen.compared} differ without a near tie"
+    if report.first_diverging_layer is not None:
+        yield f"first diverging layer: {report.first_diverging_layer}"
+    yield f"{len(report.outputs):,} outputs compared, {len(report.checks) - len(failed)} of {len(report.checks)} checks hold"
+    yield from (f"asked of the {line}" for line in report.asked)
+    if chosen.compared:
+        yield f"selections: {chosen.compared:,} compared, {chosen.near_ties} differ by a near tie"
+    yield f"top-1 agreement: {report.top1:.4f} (PyTorch's own run {report.own_top1:.4f})"
+    if loss is not None:
+        yield loss
+    yield f"report with every output: {folder / 'report.json'}"
+    if repeatable and report.command:
+        yield "the same calls without still-export:"
+        yield f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}"

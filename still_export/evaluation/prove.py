@@ -14,7 +14,7 @@ from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.folder import Package, open_package
-from still_export.proof.judged import Report
+from still_export.proof.judge import Report
 from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.records import Record, make_record, what_ran
 from still_export.targets.registry import packaged_target
@@ -94,7 +94,7 @@ def prove(
     described = {name: text for name, text in subject.items() if text}
     passed = None if report is None else report.passed
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
-    ran = what_ran(manifest, "cuda" if runtime.engines or options.provider == "cuda" else "cpu")
+    ran = what_ran(manifest)
     versions = {"tensorrt": engines[0]["tensorrt"]} if (engines := manifest.get("engines")) else {}
     made = make_record(kind, described["package"], described, figures, ran, passed, options.seed, versions=versions)
     return Proven(made, missing)

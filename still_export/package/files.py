@@ -20,6 +20,8 @@ from still_export.package.refusals import CheckError, RunError
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+ARCHIVE = "kernels.bin"
+"""The compiled kernels of an engine's plugins."""
 PORTABLE = "portable.onnx"
 """The graph that every target is lowered from; it uses the same weights."""
 FOLD = "fold.onnx"

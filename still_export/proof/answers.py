@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from still_export.package.calls import Arrays, image_inputs
+from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
-from still_export.proof.constants import LAYER_CASES, SOME
 from still_export.proof.sessions import Session
 from still_export.proof.spill import SpillFile
 from still_kernels.ties import Ties
@@ -41,17 +40,6 @@ class Question:
             )
             done = place + 1
         return found
-
-
-def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
-    """Questions for the comparison by layer, by number: the longest within SOME tokens, of one sequence without steps or images."""
-    sizes = {}
-    for number, each in enumerate(questions):
-        tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
-        single = each.feeds[0]["input_ids"].shape[0] == 1
-        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(image_inputs, each.feeds)):
-            sizes[number] = tokens
-    return {number: questions[number] for number in sorted(sorted(sizes, key=lambda n: -sizes[n])[:LAYER_CASES])}
 
 
 @dataclass(frozen=True)

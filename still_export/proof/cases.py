@@ -14,7 +14,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays
 from still_export.proof.absolute import Overflow
-from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question
+from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question
 from still_export.proof.codes import as_numbers
 from still_export.proof.spill import room_for
 from still_kernels.ties import Leads, Pairs
@@ -142,9 +142,6 @@ class CaseSource(Protocol):
 
     def begin(self, number: int) -> Question:
         """Draw the prompts of a case, before PyTorch answers."""
-
-    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """The cases of `answers` with each layer reading the runtime's own inputs; empty if the source cannot answer anew."""
 
     def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         """The cases of these numbers (less than `count`), with the prompts of `begin`. PyTorch uses the choices in `decisions`."""

@@ -11,8 +11,6 @@ import numpy as np
 from still_export.package.calls import Arrays, image_inputs
 from still_graphs.states import StateTable
 
-HIDDEN = "hidden"
-"""Name of a layer's hidden states as an output, `present_hidden.<layer>`; no package has it."""
 Keep = Callable[[str], bool]
 _STATE_TYPES = {"float64": "float32"}
 """Types of states in chains that differ from the model's."""
@@ -35,8 +33,6 @@ class ChainCall:
         new_tokens: Tokens of each sequence that are not padding, int64 [B].
         keep: Selects the outputs `present_<state>.<layer>` to keep.
         every: Logits of every token, also if the package computes only the last ones.
-        inputs: Hidden states [B, T, C] that layers 1, 2, ... and the final norm read instead of the previous layer's output. That output
-            is then kept.
         images: Image inputs for the tokens, by name (`still_graphs.states.IMAGE_INPUTS`).
     """
 
@@ -44,7 +40,6 @@ class ChainCall:
     new_tokens: np.ndarray
     keep: Keep = everything
     every: bool = False
-    inputs: Sequence[np.ndarray] = ()
     images: Arrays = field(default_factory=dict)
 
 

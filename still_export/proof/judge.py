@@ -1,231 +1,289 @@
-"""Bounds of a subject's errors: multiples of the errors of PyTorch's own run in the package's type, row by row and in the median.
-
-Pure functions of arrays; the multiples are in `constants`.
-"""
+"""The one bound of a proof, and the verdict on each output: multiples of the errors of PyTorch's own run in the same type."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from still_export.proof.absolute import LOGITS
-from still_export.proof.cases import TINY, Case
-from still_export.proof.constants import (
-    CHANCE,
-    EVEN,
-    FEWEST,
-    LOGITS_MEDIAN,
-    MEDIAN,
-    ROUNDINGS,
-    ROW,
-    SHARP_FEW,
-    SHARP_MEAN,
-    SHARP_MEDIAN,
-    SHARP_ROW,
-    TAIL,
-    TAIL_MEDIAN,
-)
+from still_export.package.calls import Arrays
+from still_export.proof.absolute import LOGITS, Findings, layer_of
+from still_export.proof.cases import TINY, Case, cosine_sums, errors_of, same_best
+from still_export.proof.constants import PROOF_VERSION, ROUNDINGS, TIMES
+from still_export.proof.verdict import Check, Verdict
+from still_kernels.ties import Choices, Pairs
 
-DIGITS = 3
-
-
-@dataclass(frozen=True)
-class Worst:
-    """On one output of a case. `worst` is the error that is nearest to its `bound` or furthest beyond: of a row in the call `call`, counted
-    from 1, or with `median` the median of a head's rows. `place` are the indices of the row, or the head."""
-
-    worst: float
-    bound: float
-    call: int = 1
-    place: tuple[int, ...] = ()
-    median: bool = False
-
-    @property
-    def share(self) -> float:
-        return self.worst / max(self.bound, TINY)
+NOTHING: Mapping[str, int] = {}
+NO_STEPS: Mapping[str, str] = {}
 
 
 class Bounds:
-    """Bounds from the rounding errors of PyTorch's own run of the same calls.
+    """Bounds of row errors (`row_errors`) from those of PyTorch's own run of the same calls.
+
+    A row may err TIMES as far as PyTorch's row, or as the root mean square of PyTorch's rows, of the output or of the case. The least bound
+    is that of a sum in float32.
 
     Args:
-        cases: All cases of the package.
-        coarse: Expected errors of this kind of runtime, in multiples of PyTorch's own.
-        sharp: Layers read the runtime's own input, and PyTorch uses its choices, so that errors are one layer's rounding.
-        fixed: Outputs that are states of fixed size.
+        cases: All cases of one subject.
     """
 
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        coarse: float = 1.0,
-        dtype: str = "float16",
-        sharp: bool = False,
-        fixed: Collection[str] = (),
-    ) -> None:
-        self.fixed = fixed
-        self.coarse, self.row, self.half = coarse, SHARP_ROW if sharp else ROW[dtype], dtype == "float16"
-        self.sharp = sharp
-        self.median = SHARP_MEDIAN if sharp else MEDIAN
-        self.logits = LOGITS_MEDIAN if self.half and coarse == 1 else MEDIAN * coarse
+    def __init__(self, cases: Sequence[Case]) -> None:
         rows: dict[str, list[np.ndarray]] = {}
-        parts: dict[str, list[np.ndarray]] = {}
         largest: dict[str, float] = {}
         for case in cases:
             for call in case.own:
                 for name, errors in call.items():
-                    errors = self._own(name, errors)
                     rows.setdefault(name, []).append(errors[:, np.isfinite(errors).all(0)].astype(np.float64))
-                    if self.half and not sharp and name != LOGITS:
-                        parts.setdefault(name, []).append(_part_medians(_by_head(errors)))
             for name, size in case.largest.items():
                 largest[name] = max(largest.get(name, 0.0), size)
         self.sums = {name: ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * size for name, size in largest.items()}
-        found = {name: np.concatenate([*each, np.zeros((2, 1))], axis=1) for name, each in rows.items()}
-        self.usual = {name: np.sqrt(np.square(each).mean(1)) for name, each in found.items()}
-        # Where PyTorch's own run restarted from the reference's state after a tie, it has no error to measure.
-        self.ordered = {name: np.sort(each[:, each.any(0)].astype(np.float32)) for name, each in found.items()}
-        self.tail = {name: TAIL * found[name].max(1) for name in parts}
-        self.tail_median = {name: TAIL_MEDIAN * np.concatenate(each, axis=1).max(1) for name, each in parts.items()}
-        self.absolute = {
-            name: _rounded_up(max(self.row * coarse * float(each[0].max()), self._sums(name)))
-            for name, each in found.items()
-        }
+        self.usual = {name: _root_mean_square(each) for name, each in rows.items()}
+        most = {name: max((float(x[0].max(initial=0)) for x in each), default=0.0) for name, each in rows.items()}
+        self.absolute = {name: max(TIMES * x, self.sums.get(name, 0.0)) for name, x in most.items()}
         """Largest bound of any number, by output."""
 
-    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray], least: Sequence[np.ndarray] = ()) -> Worst:
-        """Judge one output by `row_errors` of all calls of a case: every row, and the median of each head's rows.
+    def rows(self, case: Case, number: int, output: str) -> np.ndarray:
+        """Bounds of the rows of a call's output, [2, ...] like `row_errors`."""
+        own = case.own[number][output].astype(np.float64)
+        own = np.where(np.isfinite(own), own, 0.0)  # an overflow of PyTorch's own run allows nothing
+        usual = np.fmax(self.usual[output], _root_mean_square([c[output] for c in case.own if output in c]))
+        bounds = TIMES * np.fmax(own, usual.reshape(2, *[1] * (own.ndim - 1)))
+        return np.asarray(np.maximum(bounds, max(self.sums.get(output, 0.0), TINY)))
+
+
+def _root_mean_square(errors: Sequence[np.ndarray]) -> np.ndarray:
+    """Of errors [2, ...] over all rows that are finite, [2]."""
+    rows = np.concatenate([*(each.reshape(2, -1) for each in errors), np.zeros((2, 1))], axis=1).astype(np.float64)
+    return np.asarray(np.sqrt(np.square(rows[:, np.isfinite(rows).all(0)]).mean(1)))
+
+
+@dataclass
+class Judged:
+    """The comparison of a case with a subject's outputs, after both are dropped.
+
+    Args:
+        errors: For each of `Case.pairs`, `row_errors` of every output.
+        steps: For each, the size of one code in the rows of 8-bit states, shaped as `errors`: a code may be the neighbouring one.
+        sums: By output: (sum of all errors, their number; products of both sides, of PyTorch's with itself, of the subject's with itself).
+        same: Where both have the same likeliest token, over all calls.
+        found: Faults of the subject's outputs that need no bound.
+        open_rows: Rows behind near ties at which the reference chose otherwise; they are not compared.
+    """
+
+    case: Case
+    errors: list[Arrays]
+    steps: list[Arrays]
+    sums: dict[str, np.ndarray]
+    same: np.ndarray
+    found: Findings
+    open_rows: int = 0
+    guessed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        pairs: Pairs,
+        by_token: Mapping[str, int] = NOTHING,
+        scales: Mapping[str, str] = NO_STEPS,
+        turned: Sequence[Mapping[int, np.ndarray]] = (),
+    ) -> Judged:
+        """Compare `pairs`.
 
         Args:
-            least: Smallest bound of rows, for each call.
+            by_token: Axis of outputs that have a row for each token of a sequence.
+            scales: By 8-bit state, the output with its scales.
+            turned: For each pair by layer, the sequences [B] in which the subject chose otherwise at a near tie; later outputs are not
+                compared.
         """
-        usual = self._usual(output, case)
-        found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
-        parts: list[tuple[np.ndarray, np.ndarray]] = []
-        for number, errors in enumerate(calls):
-            own = self._own(output, case.own[number][output])
-            if errors.size:
-                bounds = self._row_bounds(output, own, usual)
-                if least:
-                    bounds = np.maximum(bounds, least[number])
-                # A non-finite number exceeds every bound.
-                with np.errstate(over="ignore"):
-                    shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / bounds)
-                at = np.unravel_index(int(shares.argmax()), errors.shape)
-                place = tuple(int(i) for i in at[1:])
-                found.append(
-                    Worst(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
-                )
-                parts.append((_by_head(errors), _by_head(own)))
-        worst = max(found, key=lambda verdict: verdict.share)
-        if parts and worst.share <= 1:  # a row has a place to report
-            errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
-            times = self.logits if output == LOGITS else self.median * self.coarse
-            # Rows that are heads or channels of one sequence read the same tokens: their errors come together.
-            together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
-            usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
-            bounds = np.maximum(times * usual, self._sums(output))
-            bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
-            medians = _part_medians(errors)
-            at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
-            median = Worst(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
-            worst = max(worst, median, key=lambda verdict: verdict.share)
-        return worst
+        judged = cls(case, [], [], {}, np.zeros(0, bool), Findings())
+        for number, (expected, actual) in enumerate(pairs):
+            judged.errors.append({})
+            judged.steps.append({})
+            for name, right in expected.items():
+                judged.errors[-1][name], total = errors_of(right, actual[name])
+                if (scale := expected.get(scales.get(name, ""))) is not None:
+                    # The second error is along the row: of a row that differs in one code.
+                    judged.steps[-1][name] = np.stack([scale, scale])
+                found = np.array([total, right.size, *cosine_sums(right, actual[name])])
+                judged.sums[name] = judged.sums.get(name, 0) + found
+            judged.found.see(number, judged.errors[-1], expected, actual)
+            if LOGITS in expected and case.unreported:
+                judged.errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
+            for name, axis in by_token.items():
+                tokens = case.open_tokens(int(name.rpartition(".")[2]))
+                if name in expected and tokens.any():
+                    rows = np.moveaxis(judged.errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
+                    rows[:, tokens[:, : rows.shape[2]]] = np.nan
+        judged.open_rows = _open_behind(judged.errors, turned)
+        same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
+        judged.same = np.concatenate(same or [judged.same])
+        return judged
 
-    def mean(self, case: Case, output: str) -> float:
-        """Bound of the mean error of an output; infinite for whole runs, whose choices may differ."""
-        if not self.sharp:
-            return math.inf
-        rows = sum(self._draws(output, call[output][0]) for call in case.own if output in call)
-        times = SHARP_MEAN + SHARP_FEW / max(rows, 1)
-        return max(times * self.coarse * case.own_mean[output], self._sums(output))
-
-    def _draws(self, output: str, errors: np.ndarray) -> int:
-        """Number of independent draws in `errors` [B, ..]: rows, or heads of a state of fixed size, whose rows err together."""
-        if output not in self.fixed:
-            return int((~np.isnan(errors)).sum())
-        return int((~np.isnan(errors)).reshape(*errors.shape[: min(2, errors.ndim - 1)], -1).any(-1).sum())
-
-    def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
-        """Bounds of rows of a call's output, [2, ...] like `row_errors`."""
-        return self._row_bounds(output, self._own(output, case.own[number][output]), self._usual(output, case))
-
-    def arguments(self, half: bool) -> list[str]:
-        """Polygraphy's flags: the median in half precision, where a tie may change whole rows, else the maximum."""
-        bounds = [f"{name}:{bound}" for name, bound in self.absolute.items()]
-        flags = ["--atol", "0.0", *bounds, "--rtol", "0.0", "--check-error-stat", "median" if half else "elemwise"]
-        return [*flags, "--infinities-compare-equal"]
-
-    def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
-        """PyTorch's row errors [2, ...]; the second is raised to its expected size for random errors of the first's size, because it may be
-        small by chance (features that PyTorch normalizes in float32 sum to a constant)."""
-        if not self.half or (output == LOGITS and not self.sharp):
-            return errors
-        return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
-
-    def _usual(self, output: str, case: Case) -> np.ndarray:
-        """Root mean square of PyTorch's errors over all rows, or in float32 over the rows of this case if that is larger."""
-        if output == LOGITS or output in self.tail:
-            return self.usual[output]
-        own = [call[output].reshape(2, -1) for call in case.own if output in call]
-        rows = np.concatenate([*own, np.zeros((2, 1))], axis=1).astype(np.float64)
-        rows = rows[:, np.isfinite(rows).all(0)]
-        return np.fmax(self.usual[output], np.sqrt(np.square(rows).mean(1)))
-
-    def _row_bounds(self, output: str, own: np.ndarray, usual: np.ndarray) -> np.ndarray:
-        """Bounds for errors [2, ...]."""
-        own = np.where(np.isfinite(own), own, 0.0)  # an overflow of PyTorch's own run allows nothing
-        across = (2, *[1] * (own.ndim - 1))
-        usual, tail = (side.reshape(across) for side in (usual, self.tail.get(output, np.zeros(2))))
-        bounds = np.maximum(self.row * np.fmax(own, usual), tail)
-        return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
-
-    def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
-        """Upper limits [2, heads] of the medians of PyTorch's rows, for parts [2, heads, n]; `together` rows are one draw."""
-        ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
-        size = ordered.shape[1]
-        at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1
-        return np.take_along_axis(ordered, at, axis=1) if size else np.zeros(rows.shape)
-
-    def _sums(self, output: str) -> float:
-        return self.sums.get(output, 0.0)
+    def report(self, output: str, bounds: Bounds) -> OutputReport:
+        """The row of `output` that is nearest to its bound or furthest beyond."""
+        each = [errors[output] for errors in self.errors]
+        total, count, product, *norms = self.sums[output].tolist()
+        worst, bound, call, place = 0.0, max(bounds.sums.get(output, 0.0), TINY), 1, ()
+        for number, errors in enumerate(each):
+            if not errors.size:
+                continue
+            allowed = bounds.rows(self.case, number, output)
+            if (step := self.steps[number].get(output)) is not None:
+                allowed = np.maximum(allowed, step)
+            with np.errstate(over="ignore"):  # a number that is not finite exceeds every bound
+                shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / allowed)
+            at = np.unravel_index(int(shares.argmax()), errors.shape)
+            if number == 0 or shares[at] > worst / bound:
+                worst, bound = float(np.nan_to_num(errors[at], posinf=np.inf)), float(allowed[at])
+                call, place = number + 1, tuple(int(i) for i in at[1:])
+        return OutputReport(
+            self.case.name,
+            output,
+            max((float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each), default=0.0),
+            total / count if count else 0.0,
+            product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
+            self.case.own_mean[output],
+            bound,
+            worst,
+            call,
+            place,
+            worst <= bound,
+        )
 
 
-def _by_head(errors: np.ndarray) -> np.ndarray:
-    """Rows [2, heads, n] of a state's [2, B, H, ..]; logits [2, B, T] and outputs without heads are one part."""
-    heads = errors.shape[2] if errors.ndim > 3 else 1
-    return errors.swapaxes(1, 2).reshape(2, heads, -1) if heads > 1 else errors.reshape(2, 1, -1)
+@dataclass
+class OutputReport:
+    """Errors of one output over all calls of a case.
+
+    `own_mean_abs` is that of PyTorch's own run. `worst` is the error of the row that is nearest to its `bound` or furthest beyond, in the
+    call `worst_call`, counted from 1, at the indices `worst_place`. `run` is what was compared: a graph in float32, or a runtime.
+    """
+
+    case: str
+    output: str
+    max_abs: float
+    mean_abs: float
+    cosine: float
+    own_mean_abs: float
+    bound: float
+    worst: float
+    worst_call: int
+    worst_place: tuple[int, ...]
+    passed: bool
+    run: str = ""
+
+    @property
+    def of_bound(self) -> float:
+        """The judged error divided by its bound."""
+        return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
+
+    def describe(self) -> str:
+        """One line about its worst error."""
+        place = f"{self.case}, {self.output}: call {self.worst_call}, row {list(self.worst_place)}"
+        return f"{self.run + ', ' if self.run else ''}{place} is {self.worst:.1e} off, bound {self.bound:.1e}"
 
 
-def _part_medians(rows: np.ndarray) -> np.ndarray:
-    """Medians of [2, heads, n]; 0 for a head with too few rows."""
-    few = np.isfinite(rows).sum(2) < FEWEST
-    return np.where(few, 0.0, np.nan_to_num(_medians(rows), posinf=np.inf))
+@dataclass
+class Report:
+    """The verdict on a package.
+
+    Args:
+        first_diverging_layer: The lowest one with a failed state.
+        command: Polygraphy's.
+        not_asked: What the proof leaves open, one line each; printed with the verdict.
+        asked: What was asked, one line each.
+    """
+
+    outputs: list[OutputReport]
+    top1: float
+    own_top1: float
+    selections: Choices
+    checks: list[Check]
+    first_diverging_layer: int | None
+    command: str
+    not_asked: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    passed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
+        self.passed = good and not self.selections.wrong
+
+    @classmethod
+    def empty(cls) -> Report:
+        """A report on nothing."""
+        return cls([], 1.0, 1.0, Choices(), [], None, "")
+
+    def including(self, verdict: Verdict) -> Report:
+        """This report with the checks of another part of the proof."""
+        new = [line for line in verdict.not_asked if line not in self.not_asked]
+        return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + new)
+
+    def with_run(self, name: str, run: Report) -> Report:
+        """This report with that of a further run, called `name`."""
+        named = [replace(check, name=f"{name}: {check.name}") for check in run.checks]
+        return self.joined(replace(run, outputs=[replace(each, run=name) for each in run.outputs], checks=named))
+
+    def joined(self, other: Report) -> Report:
+        """Both reports in one."""
+        selections = Choices()
+        selections.add(self.selections)
+        selections.add(other.selections)
+        layers = [x for x in (self.first_diverging_layer, other.first_diverging_layer) if x is not None]
+        return Report(
+            self.outputs + other.outputs,
+            min(self.top1, other.top1),
+            min(self.own_top1, other.own_top1),
+            selections,
+            self.checks + other.checks,
+            min(layers, default=None),
+            other.command or self.command,
+            [*dict.fromkeys(self.not_asked + other.not_asked)],
+            self.asked + other.asked,
+        )
+
+    @property
+    def mismatches(self) -> list[OutputReport]:
+        """Failed outputs, the furthest beyond its bound first."""
+        return sorted((each for each in self.outputs if not each.passed), key=lambda each: -each.of_bound)
+
+    @property
+    def nearest(self) -> OutputReport | None:
+        """The output that is nearest to its bound or furthest beyond."""
+        return max(self.outputs, key=lambda each: each.of_bound, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "proof_version": PROOF_VERSION,
+            **Verdict(self.checks, self.not_asked).to_dict(),
+            "asked": self.asked,
+            "nearest": None if self.nearest is None else {**vars(self.nearest), "share": self.nearest.of_bound},
+            "top1_agreement": self.top1,
+            "pytorch_top1_agreement": self.own_top1,
+            "selections": vars(self.selections),
+            "first_diverging_layer": self.first_diverging_layer,
+            "polygraphy": self.command,
+            "outputs": [vars(o) for o in self.outputs],
+        }
 
 
-def _above(count: np.ndarray) -> np.ndarray:
-    """Quantile that the median of `count` draws exceeds with probability CHANCE at most."""
-    # If a fraction q lies above it, at least half of n draws do with probability (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of
-    # Asymptotic Efficiency", 1952).
-    return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
-
-
-def _medians(rows: np.ndarray) -> np.ndarray:
-    """Medians without NaN; NumPy's nanmedian loops over rows."""
-    ordered = np.sort(rows, axis=2)  # NaN last
-    count = (~np.isnan(rows)).sum(2, keepdims=True)
-    if not rows.shape[2]:
-        return np.full(rows.shape[:2], np.nan)
-    middle = np.maximum(np.concatenate([(count - 1) // 2, count // 2], axis=2), 0)
-    return np.asarray(np.take_along_axis(ordered, middle, axis=2).mean(2))
-
-
-def _rounded_up(value: float) -> float:
-    """`value` rounded up to three digits, so that flags stay short."""
-    if value == 0:
-        return 0.0
-    digits = DIGITS - 1 - math.floor(math.log10(value))
-    return round(math.ceil(value * 10**digits) / 10**digits, digits)
+def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
+    """Set errors after an unexplained choice (its layer, later ones and logits, from its call on) to NaN; returns the number of rows."""
+    count, lowest = 0, np.zeros(0)
+    for call, layers in zip(errors, turned, strict=False):
+        for layer, sequences in layers.items():
+            lowest = lowest if lowest.size else np.full(len(sequences), np.inf)
+            lowest = np.where(sequences, np.minimum(lowest, layer), lowest)
+        if not np.isfinite(lowest).any():
+            continue
+        for name, found in call.items():
+            if name == LOGITS or layer_of(name) < np.inf:
+                behind = np.flatnonzero(np.isfinite(lowest) & (lowest <= layer_of(name)))
+                count += int((~np.isnan(found[0, behind])).sum())
+                found[:, behind] = np.nan
+    return count

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from still_export.mixers.cache import StillCache, state_table
@@ -19,8 +19,9 @@ from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
 from still_export.models.step import decode_with
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
-from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
+from still_export.proof.chains import Chain, empty_feed, zeros
 from still_export.proof.spill import rooms_for
+from still_kernels.codes import near_codes
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -45,6 +46,7 @@ class LayerwiseModel:
             half arithmetic is slow on most processors.
         prepare: Changes the model before its weights are read.
         dtype: Type of the computation; None: the source's types.
+        near: How far from halfway between two 8-bit codes a number of a cache may round either way, at random.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class LayerwiseModel:
         prepare: Callable[[Any], None] | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
+        near: float = 0.0,
     ) -> None:
+        self.near, self.draws = near, torch.Generator().manual_seed(0)
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
         self.compute_dtype, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
-        self.draw = 0
         self.table = state_table(self.config, self.dtype)
         self.all_logits = bool(manifest["model"]["all_logits"])
 
@@ -66,12 +69,6 @@ class LayerwiseModel:
     def rounds(self) -> bool:
         """Whether linear layers sum in a wider type and round."""
         return self.dtype == torch.float16
-
-    def drawn(self, number: int) -> LayerwiseModel:
-        """The same model with stochastic rounding in its linear layers (seed `number`): another sample of rounding errors."""
-        other = copy(self)
-        other.draw = number
-        return other
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         return empty_feed(self.table, batch, capacity)
@@ -155,11 +152,12 @@ class Passage:
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
-        self._layers, self._linear = layers, _Linear(layers.draw, layers.device)
+        self._layers, self._linear = layers, _Linear()
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
         tokens = np.unique(every.clip(0))  # -1 stands for an image's embedding and reads any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
+        self._linear.attach(self._model)
         self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
         self._cache = StillCache.empty(layers.config)
         self.outputs = [chain.outputs for chain in self._work]
@@ -178,7 +176,8 @@ class Passage:
     def through(self, index: int) -> None:
         of = self._layers
         # PyTorch is the reference, also on a GPU: the package's kernels must not check themselves.
-        with pytorch_forms(), self._linear, of.layer(self._model, index):
+        codes = near_codes(of.near, of.draws) if of.near else nullcontext()
+        with pytorch_forms(), codes, of.layer(self._model, index):
             last = index == of.layers - 1
             layer = _LayerRun(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
@@ -196,21 +195,12 @@ class Passage:
             for (_, outputs), room in zip(of_chain, rooms, strict=True):
                 outputs["logits"] = room
             calls += of_chain
-        with self._linear:
-            for rows in self._layers.heads(self._model):
-                for hidden, outputs in calls:
-                    outputs["logits"][..., rows] = self._model.logits(hidden).float().cpu().numpy()
-                self._linear.forget()
+        for rows in self._layers.heads(self._model):
+            for hidden, outputs in calls:
+                outputs["logits"][..., rows] = self._model.logits(hidden).float().cpu().numpy()
+            self._linear.forget()
         for chain in self._work:
             chain.hidden = []
-
-
-_linear = functional.linear
-
-
-def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """A layer's output with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 class _Reached(Exception):
@@ -230,8 +220,6 @@ class _LayerRun:
         self.tokens_to_select: Tensor | None = None
         self.unsure: Tensor | None = None
         self.inputs: dict[str, Tensor] = {}
-        self.after: Tensor | None = None
-        self.layer_output: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -286,7 +274,7 @@ class _LayerRun:
             found.append(own(at, *args, **kwargs))
             if not self.last:
                 raise _Reached
-            return found[0] if self.after is None else _with_hidden(found[0], self.after)
+            return found[0]
 
         def skip(layer_input: Tensor, *args: Any, **kwargs: Any) -> Any:
             return (layer_input, *hidden[1:]) if isinstance(hidden, tuple) else layer_input
@@ -302,7 +290,6 @@ class _LayerRun:
         finally:
             for layer in layers[: self.index + 1]:
                 del layer.forward
-        self.layer_output = found[0]
         return result, cache.layers[self.index].states() if self.states else {}
 
 
@@ -336,25 +323,11 @@ class _Chain:
             layer.inputs = {name: torch.from_numpy(x).to(self.device) for name, x in call.images.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
-            read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
-            if call.inputs and index:
-                self.hidden[i] = _with_hidden(self.hidden[i], read[0])
-            layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            more = {HIDDEN: self._output(i, layer.layer_output)} if len(call.inputs) > index else {}
-            self._keep(i, states | layer.seen | more, index)
+            self._keep(i, states | layer.seen, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
-
-    def _tensor_of(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, self.dtype)
-
-    def _output(self, number: int, hidden: Any) -> Tensor:
-        """The layer's output for a call, zero at padding."""
-        values = hidden[0] if isinstance(hidden, tuple) else hidden
-        real = torch.arange(values.shape[1], device=values.device) < self.new[number][:, None]
-        return torch.where(real[..., None], values, 0)
 
     @staticmethod
     def _is_finite(hidden: Any, new: Tensor) -> bool:
@@ -389,49 +362,32 @@ class _Chain:
 
 
 class _Linear:
-    """Replaces linear layers by ones that leave out padding, and in half precision on a CPU or with `draw` compute in float32 and round.
-
-    Args:
-        draw: Seed of stochastic rounding; 0: to nearest.
-        device: The layers' device.
+    """Lets a model's linear layers leave out padding, and in half precision on a CPU compute in float32 and round.
 
     Attributes:
         real: Mask [B, T] of the call's tokens that are not padding; None: all.
     """
 
-    def __init__(self, draw: int = 0, device: torch.device | str = "cpu") -> None:
-        self._random = torch.Generator(device).manual_seed(draw) if draw else None
+    def __init__(self) -> None:
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.real: Tensor | None = None
 
-    def __enter__(self) -> None:
-        # Patched, because a PyTorch mode would run for every call.
-        functional.linear = self._called
+    def attach(self, model: Any) -> None:
+        """Replace the computation of every linear layer of `model`."""
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = partial(self._called, module)
 
-    def __exit__(self, *_: object) -> None:
-        functional.linear = _linear
-
-    def _called(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.real is not None and input.shape[:-1] == self.real.shape:
-            found = self._product(input[self.real], weight, bias)
+    def _called(self, module: nn.Linear, x: Tensor) -> Tensor:
+        if self.real is not None and x.shape[:-1] == self.real.shape:
+            found = self._product(x[self.real], module.weight, module.bias)
             return found.new_zeros(*self.real.shape, found.shape[-1]).masked_scatter(self.real[..., None], found)
-        return self._product(input, weight, bias)
+        return self._product(x, module.weight, module.bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype != torch.float16 or (x.device.type != "cpu" and self._random is None):
-            return _linear(x, weight, bias)
-        if self._random is None:
-            return _linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
-        found = self._by_chance(_linear(x.float(), self._widened(weight)), self._random)
-        # A graph adds the bias to the rounded product; PyTorch rounds the sum once.
-        return found if bias is None else self._by_chance(found.float() + self._widened(bias), self._random)
-
-    @staticmethod
-    def _by_chance(x: Tensor, random: torch.Generator) -> Tensor:
-        """`x` in float16, up or down by chance."""
-        # For m 2^e with m in [0.5, 1), float16's last place is 2^(e - 11); below its least normal number 2^-24.
-        place = (x.frexp().exponent - 11).clamp_min(-24)
-        return (x + torch.ldexp(torch.rand(x.shape, generator=random, device=x.device) - 0.5, place)).half()
+        if x.dtype != torch.float16 or x.device.type != "cpu":
+            return functional.linear(x, weight, bias)
+        return functional.linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
 
     def _widened(self, weight: Any) -> Any:
         if weight is None:

@@ -12,9 +12,8 @@ from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.chains import empty_feed
-from still_export.proof.other_graphs import STEPS, other_lengths
 from still_export.proof.package_programs import check_programs
-from still_export.proof.prompts import Prompts
+from still_export.proof.prompts import Prompts, Ranges
 from still_export.proof.sessions import Subject
 from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Check, Verdict
@@ -22,6 +21,8 @@ from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
+STEPS = 4
+"""Single tokens after the prompts."""
 AGAINST = "against the package's own weights"
 OFF = {"float32": 1e-3, "float16": 3e-2}
 """Allowed difference of two graphs with the same weights, relative to the spread of the logits. It replaces a measured rounding error."""
@@ -83,7 +84,7 @@ def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     manifest = package.manifest
     table = StateTable.of(manifest)
     words = prompt_words(package.path, manifest)
-    prompts = Prompts(manifest, partial(empty_feed, table), other_lengths(table.period), STEPS, seed, words)
+    prompts = Prompts(manifest, partial(empty_feed, table), Ranges((1, 2 * table.period + 1), STEPS, seed=seed), words)
     found = []
     with subject.open() as session:
         for number in range(prompts.count):

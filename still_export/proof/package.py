@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError
+from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError, UnsupportedError
 from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
 from still_export.options import check_options, option
-from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
-from still_export.proof.judged import Report
+from still_export.proof.judge import Report
+from still_export.proof.prompts import Ranges
+from still_export.proof.runs import Asking
 from still_export.proof.sessions import Subject
 from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verdict import Verdict
-from still_export.proof.verify import Verifier, check_dtype
+from still_export.proof.verify import Verifier
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target
@@ -29,7 +30,6 @@ from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
-    from still_export.models.load import Source
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
@@ -41,10 +41,10 @@ class VerifyOptions:
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     lengths: tuple[int, ...] = option(
-        (), "Prompt lengths.", commas=True, shown="1,63,...,4097, on a CPU shorter for large models"
+        (), "Prompt lengths.", commas=True, shown="drawn, by octaves up to the capacity as time allows"
     )
-    decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
-    seed: int = option(0, "Seed of the prompts.")
+    decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72")
+    seed: int | None = option(None, "Seed of the prompts.", shown="drawn")
     quick: bool = option(False, "Two prompts of 1 and 65 tokens and four steps; says what it leaves out.")
     runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
@@ -55,7 +55,7 @@ class VerifyOptions:
         None, "Quantized packages: a text to measure the quantization loss on, in bits per byte."
     )
     reference_device: str | None = option(
-        None, "Where PyTorch answers: cpu or cuda.", shown="cpu", choices=("cpu", "cuda")
+        None, "Where PyTorch answers: cpu or cuda.", shown="where the runtime runs", choices=("cpu", "cuda")
     )
 
     def __post_init__(self) -> None:
@@ -112,15 +112,14 @@ def verify(
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     subject = proof.ready(added)
     weights = _compare_weights(proof, progress)
-    cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
     try:
-        report = Verifier(proof.package, cases, subject, proof.steps).run(output, progress)
+        report = _compare_runs(proof, subject, pairs, output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(weights).including(_all_that_runs(proof, subject, pairs, progress))
+    report = report.including(weights).including(_other_files(proof, progress))
     if options.quick:
         report = report.including(Verdict([], QUICK_LEAVES_OUT))
     if manifest.get("vision") and options.calls is None:
@@ -128,7 +127,7 @@ def verify(
 
         model_options = _options(proof.package, options.model, manifest["model"]["dtype"])
         with as_package_errors():
-            report = report.including(Verdict.of([vision_check(proof.package, model_options, options.seed)]))
+            report = report.including(Verdict.of([vision_check(proof.package, model_options, proof.seed)]))
     if options.calls is not None or not proof.quantized:
         return VerifyResult(report, subject)
     if options.quick and options.text is None:
@@ -148,11 +147,7 @@ def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
         )
     from still_export.folders.model import resolve_source
     from still_export.models.read.source import find_source
-    from still_export.proof.embedding_rows import check_rows
-    from still_export.proof.held_constants import check_constants
     from still_export.proof.held_manifest import check_manifest
-    from still_export.proof.held_outputs import check_outputs
-    from still_export.proof.held_settings import check_settings
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -163,10 +158,6 @@ def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
         source = find_source(model_options)
     check_manifest(package.manifest, source, _requested_type(package, proof.options.model))
     verdict = check_weights(package.path, package.manifest, source, progress)
-    verdict.checks.append(check_constants(package.path, package.manifest, source))
-    verdict.add(check_settings(package.path, package.manifest, source))
-    verdict.add(check_outputs(package.path, package.manifest, source, prompt_words(package.path, package.manifest)))
-    verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in model_options.overlays]
     verdict.add(
@@ -185,42 +176,50 @@ def _requested_type(package: Package, model: str | None) -> str:
     return str(next(iter(find_source(model_options).weights.values())).dtype).removeprefix("torch.")
 
 
-def _all_that_runs(
-    proof: _Proof, subject: Subject, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress
-) -> Verdict:
-    """Prove what a user runs besides the compared graph and runtime."""
-    from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+def _compare_runs(
+    proof: _Proof, subject: Subject, pairs: Mapping[str, tuple[Pair, ...]], folder: Path, progress: Progress
+) -> Report:
+    """Compare what computes: graphs in float32, runtimes in the package's type, kernels by themselves."""
+    from still_export.proof.kernels import check_kernels
+    from still_export.proof.runs import compare_graphs, compare_runtimes
+
+    package, options = proof.package, proof.options
+    if options.calls is not None:
+        from still_export.proof.recorded import RecordedCases
+
+        cases = RecordedCases(options.calls, package)
+        lacks = (
+            "the graph in float32, and kernels by themselves: PyTorch's answers are from a file; verify without --calls"
+        )
+        report = Report.empty().with_run(
+            subject.title, Verifier(package, cases, subject, proof.steps).run(folder, progress)
+        )
+        return report.including(Verdict([], [lacks]))
+    open_package(package.path)  # right before it runs, every file has its hash
+    asking = proof.asking(pairs)
+    report = compare_graphs(asking, subject.adapter, progress)
+    if package.manifest["model"]["dtype"] == "bfloat16":
+        return report.including(Verdict([], [BFLOAT16]))
+    report = report.joined(compare_runtimes(asking, subject, proof.steps, folder, progress))
+    return report.including(check_kernels(asking, subject, progress))
+
+
+def _other_files(proof: _Proof, progress: Progress) -> Verdict:
+    """Prove what a user runs besides graphs and runtime: programs, tokenizer, settings."""
     from still_export.proof.package_programs import check_programs
     from still_export.proof.whole_package import check_files
 
     package, options, verdict = proof.package, proof.options, Verdict()
-    manifest, device = package.manifest, options.reference_device or "cpu"
     progress("running the package's programs", 0, 0)
     verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
-        verdict.not_asked.append("function bodies, the other provider and the portable graph: verify without --calls")
         return verdict
     with _found(package):
         from still_export.folders.model import resolve_source
 
         model_options = _options(package, options.model, "float32")
         verdict.add(check_files(package, resolve_source(model_options.model, model_options.revision)))
-    if pairs or not packaged_target(manifest).portable or manifest.get("speculate") or not proof.runtime.graphs:
-        verdict.not_asked.append(
-            "function bodies and the portable graph: verify a package --to onnx, without --speculate"
-        )
-        return verdict
-
-    progress("comparing function bodies and the portable graph", 0, 0)
-
-    lengths = other_lengths(StateTable.of(manifest).period)[-1 if proof.quick else 0 :]
-
-    def cases(by_cuda: bool) -> CaseSource:
-        return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device, by_cuda=by_cuda)
-
-    most = len(lengths) if proof.quick else None
-    verdict.add(check_other_graphs(package, subject, cases, progress, most))
     return verdict
 
 
@@ -273,18 +272,17 @@ def record(
     from still_export.proof.selections import Selections
 
     _check_written(options, "--record")
-    proof = _Proof(package, options, record=True)
+    proof = _Proof(package, options)
     if options.text is not None:
         raise ConfigError(TEXT)
     if selections is None:
-        cases = proof.cases({})
+        cases = proof.recorded_cases()
         record_cases(cases, proof.package, path, progress)
         return cases.count
-    if options.lengths or options.decode_steps is not None or options.seed:
+    if options.lengths or options.decode_steps is not None or options.seed is not None:
         raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
     chosen = Selections.read(selections, proof.package)
-    settings = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
-    cases = _Proof(package, settings, record=True, words=chosen.words).cases({})
+    cases = proof.recorded_cases(chosen.ranges, chosen.words)
     chosen.begin(cases)
     record_cases(cases, proof.package, path, progress, chosen.decisions)
     return cases.count
@@ -307,7 +305,7 @@ def select(
         PackageError: The package is damaged, has no engine yet, or does not run here.
     """
     from still_export.proof.chains import empty_feed
-    from still_export.proof.prompts import Prompts, affordable
+    from still_export.proof.prompts import Prompts
     from still_export.proof.selections import write_selections
     from still_kernels.registry import ties_of
 
@@ -320,9 +318,8 @@ def select(
         raise ConfigError(f"{package} selects nothing that its states show: record PyTorch's answers without --follow.")
     subject = proof.ready({})
     open_package(proof.package.path)  # right before it runs
-    lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
     words = prompt_words(proof.package.path, manifest)
-    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), proof.ranges(1.0), words)
     try:
         with subject.open() as session:
             write_selections(session, prompts, proof.package, path, progress)
@@ -342,9 +339,9 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
 QUICK, QUICK_STEPS = (1, 65), 4
 """Prompts and steps of `--quick`."""
 QUICK_LEAVES_OUT = [
-    f"--quick: prompts of other lengths than {' and '.join(map(str, QUICK))} tokens, and steps behind the first {QUICK_STEPS}",
-    "--quick: of function bodies and of the portable graph all but one prompt",
+    f"--quick: prompts of other lengths than {' and '.join(map(str, QUICK))} tokens, and steps behind the first {QUICK_STEPS}"
 ]
+BFLOAT16 = "the runtime in bfloat16: NumPy has no such type; the graph in float32 was compared"
 QUICK_LOSS = "--quick: what the bits cost (quantization loss)"
 TEXT = "--text measures the quantization loss: give it with a quantized package, without --record and --calls."
 
@@ -352,25 +349,28 @@ TEXT = "--text measures the quantization loss: give it with a quantized package,
 class _Proof:
     """An opened package and its proof's options; raises ConfigError and PackageError like `verify`."""
 
-    def __init__(
-        self, package: str | Path, options: VerifyOptions, record: bool = False, words: list[int] | None = None
-    ) -> None:
-        self.package, self.options, self.words = open_package(Path(package), check_hashes=False), options, words
+    def __init__(self, package: str | Path, options: VerifyOptions) -> None:
+        self.package, self.options = open_package(Path(package), check_hashes=False), options
         manifest = self.package.manifest
-        self._read = not record or manifest.get("quantization") is not None  # otherwise its weights are the model's
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
-        check_dtype(self.package)
         self.quantized = manifest.get("quantization") is not None
         if options.text is not None and (not self.quantized or options.calls is not None):
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
-        self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
-        self.quick = options.quick
-        if options.quick:
-            capacity = manifest["capacity"]
-            most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
-            lengths = tuple(n for n in QUICK if n <= most)
-            self.options, self.steps = replace(options, quick=False, lengths=lengths), QUICK_STEPS
+        self.seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+        self.steps = QUICK_STEPS if options.quick else options.decode_steps or self.target.decode_steps
+        on_gpu = options.provider == "cuda" or self.runtime.engines
+        self.device = options.reference_device or ("cuda" if on_gpu and _has_cuda() else "cpu")
+
+    def ranges(self, share: float) -> Ranges:
+        """What is asked in this part of the time."""
+        options, manifest = self.options, self.package.manifest
+        if not options.lengths and not options.quick:
+            return replace(Ranges.of(manifest, self.seed, self.device, share), steps=self.steps)
+        capacity = manifest["capacity"]
+        most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
+        lengths = tuple(n for n in QUICK if n <= most) if options.quick else options.lengths
+        return Ranges(lengths, self.steps, seed=self.seed)
 
     def ready(self, added: dict[str, Any]) -> Subject:
         """The runtime, with what an adapter adds.
@@ -387,27 +387,46 @@ class _Proof:
         plugin = self.options.plugin
         return Subject(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
 
-    def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        """Calls with PyTorch's answers, with an adapter's `pairs` added to the weights. The package's files are compared with their
-        hashes in another thread while PyTorch loads."""
-        with ThreadPoolExecutor(1) as pool:
-            whole = pool.submit(open_package, self.package.path) if self._read else None
-            try:
-                return self._cases(pairs)
-            finally:
-                if whole is not None:
-                    whole.result()
+    def asking(self, pairs: Mapping[str, tuple[Pair, ...]]) -> Asking:
+        """What all runs share."""
+        _check_device(self.options.reference_device)
+        words = prompt_words(self.package.path, self.package.manifest)
+        return Asking(self.package, self._options_of, self.ranges, pairs, self.device, words)
 
-    def _cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        options, device = self.options, self.options.reference_device or "cpu"
-        if options.calls is not None:
-            from still_export.proof.recorded import RecordedCases
+    def recorded_cases(self, ranges: Ranges | None = None, words: list[int] | None = None) -> CaseSource:
+        """Cases in the package's own type, for a file."""
+        _demand_numpy_type(self.package)
+        asking = self.asking({})
+        asking = asking if words is None else replace(asking, words=words)
+        if self.quantized:  # otherwise its weights are the model's
+            open_package(self.package.path)
+        return (
+            asking.cases(self.package)
+            if ranges is None
+            else replace(asking, ranges=lambda share: ranges).cases(self.package)
+        )
 
-            return RecordedCases(options.calls, self.package)
-        lengths, kernels = options.lengths or None, (self.package.manifest.get("native") or {}).get("archs")
-        by_cuda = options.provider == "cuda" and not kernels
-        return _torch_cases(
-            self.package, options.model, lengths, self.steps, options.seed, pairs, device, self.words, by_cuda
+    def _options_of(self, package: Package, dtype: str) -> ExportOptions:
+        with _found(package):
+            return _options(package, self.options.model, dtype)
+
+
+def _has_cuda() -> bool:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _demand_numpy_type(package: Package) -> None:
+    """Raise UnsupportedError where NumPy lacks the package's type."""
+    if (dtype := package.manifest["model"]["dtype"]) not in ("float32", "float16"):
+        raise UnsupportedError(
+            f"the package's weights are {dtype}, and NumPy arrays, which a file of answers has, have no such type. "
+            "Record the answers for an export of the same model with --dtype float32 or float16."
         )
 
 
@@ -418,78 +437,6 @@ def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
     for length in lengths:
         if not 1 <= length <= limit:
             raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")
-
-
-def _torch_cases(
-    package: Package,
-    model: str | None,
-    lengths: tuple[int, ...] | None,
-    steps: int,
-    seed: int,
-    pairs: Mapping[str, tuple[Pair, ...]],
-    device: str,
-    words: Sequence[int] | None = None,
-    by_cuda: bool = False,
-) -> CaseSource:
-    """Cases answered by PyTorch with the package's weights (and an adapter's `pairs`) in a wider type than the package's.
-
-    Args:
-        by_cuda: PyTorch's own run rounds a scale times a zero point to half precision, as ONNX Runtime's CUDA provider does: all numbers
-            of a block err alike, and values of SmolLM2 2.8 to 4.1 times as much as by rounded weights alone.
-    """
-    from copy import deepcopy
-
-    import torch
-
-    from still_export.graph.quantization.policy import rounds_activations
-    from still_export.graph.quantization.read import (
-        package_source,
-        quantized_names,
-        round_activations,
-        with_package_head,
-    )
-    from still_export.proof.ahead import HeadCases
-    from still_export.proof.codes import has_narrow_caches
-    from still_export.proof.layerwise import LayerwiseModel
-    from still_export.proof.prompts import affordable
-    from still_export.proof.torch_cases import TorchCases
-
-    _check_device(device)
-    dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
-    if dtype == "float32" and has_narrow_caches(package.manifest):
-        dtype = "float16"
-    manifest = package.manifest
-    with _found(package):
-        wide = package_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
-        if dtype == "float32":  # a configuration has the model's type
-            own = replace(wide, config=deepcopy(wide.config))
-        else:
-            rounded_by = getattr(torch, dtype) if by_cuda else None
-            own = package_source(_options(package, model, dtype), package.path, manifest, pairs, device, rounded_by)
-
-    def round_inputs(model: Any) -> None:
-        quantization = manifest["quantization"]
-        round_activations(model, quantized_names(package.path), quantization["block_size"], quantization["scheme"])
-
-    exact = None if rounded or dtype != "float32" else torch.float64
-    reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
-    size = sum(weight.shape.numel() for weight in wide.weights.values())
-    words = prompt_words(package.path, manifest) if words is None else words
-    cases = TorchCases(manifest, reference, own_run, lengths or affordable(size, device), steps, seed, words)
-    if HEAD in manifest["files"]:
-
-        def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:
-            model = with_package_head(source, package.path, manifest).read().to(kind)
-            if rounds:
-                names = quantized_names(package.path, HEAD)
-                round_activations(model, names, manifest["quantization"]["block_size"], head=True)
-            return model
-
-        cases.head = HeadCases(
-            partial(head, wide, exact, False), partial(head, own, None, rounded), cases.prompts.chunk, seed
-        )
-    return cases
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:

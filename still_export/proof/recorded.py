@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof.absolute import Overflow
-from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question, silent
+from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question, silent
 from still_export.proof.array_file import ArrayFile, ArrayWriter, written_arrays
 from still_export.proof.cases import Case, CaseSource
 
@@ -72,10 +72,6 @@ class RecordedCases:
         feeds = [self._arrays(keys[0])]
         feeds += [self._arrays({n: key for n, key in each.items() if not n.startswith("past_")}) for each in keys[1:]]
         return Question(feeds, tuple(self._file.array(key) for key in entry["steps"]), tuple(entry["places"]))
-
-    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """{}: recorded answers cannot be computed again."""
-        return {}
 
     def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         """Like CaseSource, with the recording's decisions."""

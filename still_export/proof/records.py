@@ -11,16 +11,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from still_export.package.files import DATA, MODEL
+from still_export.package.files import ARCHIVE, DATA, MODEL
 from still_export.proof.constants import PROOF_VERSION
-from still_export.proof.op_sources import Device, op_digest
 from still_export.runtime.cuda_driver import CudaError, Driver
 
 DISTRIBUTIONS = (
@@ -28,8 +27,6 @@ DISTRIBUTIONS = (
     *("onnxruntime-genai", "tensorrt", "tensorrt-rtx", "vllm", "ray"),
 )
 """Packages whose versions a record has."""
-OP = "op "
-"""Prefix of the ops among the parts of a run; the op's name and "on" with its Device follow."""
 INSTRUCTIONS = ("avx512f", "avx2")
 """Instruction sets of x86 that kernels are compiled for, the widest first."""
 COMMIT = "STILL_COMMIT"
@@ -71,7 +68,7 @@ class Record(Strict):
         verdict: Of a proof whether it passed; of a benchmark "measured".
         figures: What it showed, with the unit in each name.
         judge: PROOF_VERSION of the proof.
-        ran: SHA-256 of the parts: "graph", "weights" and "native" of a package, and the code of its ops, as "op NAME on cpu".
+        ran: SHA-256 of what ran: "graph" and "weights" of a package, the "archive" of its kernels, and an engine's "plan".
         digest: SHA-256 of all the rest, so that what is edited later is seen.
     """
 
@@ -103,17 +100,12 @@ class Record(Strict):
         return self
 
 
-def what_ran(manifest: Mapping[str, Any], device: Device) -> dict[str, str]:
-    """The parts of a package, hashed: its graph, weights and native library, and the code of its ops on this kind of device."""
-    native = manifest.get("native") or {}
-    files = {"graph": MODEL, "weights": DATA, "native": native.get("library", "")}
-    ran = {part: manifest["files"][name]["sha256"] for part, name in files.items() if name in manifest["files"]}
-    return ran | ops_ran(manifest["ops"], device)
-
-
-def ops_ran(names: Iterable[str], device: Device) -> dict[str, str]:
-    """The code of ops on this kind of device, hashed."""
-    return {f"{OP}{name} on {device}": digest for name in names if (digest := op_digest(name, device))}
+def what_ran(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What a package runs, hashed: its graph and weights, the archive of its kernels, and an engine's plan."""
+    engines = manifest.get("engines") or [{"file": ""}]
+    library = (manifest.get("native") or {}).get("library", ARCHIVE)
+    files = {"graph": MODEL, "weights": DATA, "archive": library, "plan": engines[0]["file"]}
+    return {part: manifest["files"][name]["sha256"] for part, name in files.items() if name in manifest["files"]}
 
 
 def make_record(
@@ -130,7 +122,7 @@ def make_record(
     """A record of a run that just ended on this machine.
 
     Args:
-        ran: Its parts, from `what_ran` or `ops_ran`; empty for a benchmark without a package.
+        ran: Its parts, from `what_ran`; empty without a package.
         command: Words of its command; empty: this process's own.
         versions: Versions besides those found here.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +13,10 @@ from still_export.errors import PackageError
 from still_export.package.folder import Package
 from still_export.proof.answers import Decisions, DecisionsByCase, Progress, Question, ask
 from still_export.proof.array_file import ArrayFile, written_arrays
-from still_export.proof.prompts import Prompts
+from still_export.proof.prompts import Prompts, Ranges
 from still_export.proof.sessions import Session
 
-KIND, FORMAT = "selections", 3
+KIND, FORMAT = "selections", 4
 
 
 class Prompted(Protocol):
@@ -35,9 +35,9 @@ def write_selections(session: Session, prompts: Prompts, package: Package, path:
             hashes.append(_tokens(question))
             selected.append({str(layer): arrays.keep(keys) for layer, keys in decisions.selected.items()})
             progress("asking the runtime", number + 1, prompts.count)
-        content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
-        content |= {"words": prompts.words}  # the other machine may lack what renders the chat format
-        arrays.finish(KIND, FORMAT, package, {**content, "prompts": hashes, "kept": selected})
+        # The other machine may lack what renders the chat format.
+        content = {"ranges": asdict(prompts.ranges), "words": prompts.words, "prompts": hashes, "kept": selected}
+        arrays.finish(KIND, FORMAT, package, content)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class Selections:
     """Hashes of prompts, and their selections, as `write_selections` wrote them."""
 
     path: Path
-    lengths: tuple[int, ...]
-    decode_steps: int
-    seed: int
+    ranges: Ranges
     words: list[int]
     prompts: list[str]
     decisions: DecisionsByCase
@@ -63,9 +61,8 @@ class Selections:
         head = file.head
         selected = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
         decisions = {number: Decisions((), each) for number, each in enumerate(selected)}
-        return cls(
-            path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["words"], head["prompts"], decisions
-        )
+        ranges = Ranges(**{n: tuple(x) if isinstance(x, list) else x for n, x in head["ranges"].items()})
+        return cls(path, ranges, head["words"], head["prompts"], decisions)
 
     def begin(self, cases: Prompted) -> None:
         """Draw the prompts of all cases.

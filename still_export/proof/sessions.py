@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,24 @@ from still_export.loading.runtimes import Opening, open_runner, runtime_named
 from still_export.package.calls import Arrays, image_inputs, last_logits, typed_states
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
-from still_export.proof.chains import HIDDEN
 from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_graphs.states import StateTable
+
+WIDENED = "widened"
+"""Entry of a manifest that describes a graph in float32: the type of the stored weights."""
+
+
+def widened_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a package's graph in float32."""
+    found = copy.deepcopy(manifest)
+    found[WIDENED] = found["model"]["dtype"]
+    found["model"]["dtype"] = found["config"]["dtype"] = "float32"
+    for state in found["states"]:
+        state["dtype"] = {"float16": "float32", "bfloat16": "float32"}.get(state["dtype"], state["dtype"])
+    if found["still"].get("cache") in ("float16", "bfloat16"):
+        found["config"]["still"] = {**(found["config"].get("still") or {}), "cache": None}
+    return found
 
 
 class Session:
@@ -24,23 +39,21 @@ class Session:
 
     Args:
         model: The runner.
-        hidden: Number of last watched outputs that are the layers' inputs, from layer 1 on.
     """
 
-    def __init__(self, model: Runner, hidden: int = 0) -> None:
-        self.model, self.hidden = model, hidden
+    def __init__(self, model: Runner) -> None:
+        self.model = model
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._calls = 0
 
     def seen(self) -> list[np.ndarray]:
         """Watched values since the last call, in the graph's order, by token [B, N, ..]; -1: not seen. A later value replaces an earlier
         one."""
-        calls, self.model.seen, self._calls = getattr(self.model, "seen", []), [], 0  # type: ignore[attr-defined]
+        calls, self.model.seen = getattr(self.model, "seen", []), []  # type: ignore[attr-defined]
         most = max((int((past + new).max(initial=0)) for past, new, _ in calls), default=0)
         rows = max((len(past) for past, _, _ in calls), default=0)  # a runtime may try a call of one token before
         found: list[np.ndarray] = []
         for past, new, outputs in calls:
-            for number, output in enumerate(outputs[: len(outputs) - self.hidden]):
+            for number, output in enumerate(outputs):
                 if output.ndim > 3:  # of several heads: numbered like the layer's `margins`
                     heads = output.shape[2]
                     output = np.where(output < 0, -1, output * heads + np.arange(heads, dtype=np.int32)[:, None])
@@ -80,7 +93,7 @@ class Session:
         return self._outputs(np.concatenate([self.model.feed(token) for token in tokens], axis=1))
 
     def _outputs(self, logits: np.ndarray) -> Arrays:
-        outputs = {"logits": logits, "present_length": self.model.length, **self._read_by_layers(logits.shape[0])}
+        outputs = {"logits": logits, "present_length": self.model.length}
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
@@ -90,16 +103,6 @@ class Session:
             found[part] = array[part]
             outputs[f"present_{name}"] = found
         return outputs
-
-    def _read_by_layers(self, rows: int) -> Arrays:
-        """What layers read in the calls since the last time, concatenated, [B, T, C]; zeros at padding."""
-        calls, self._calls = getattr(self.model, "seen", [])[self._calls :], len(getattr(self.model, "seen", []))
-        found: dict[str, list[np.ndarray]] = {}
-        for _, new, outputs in calls if self.hidden else ():
-            for layer, output in enumerate(outputs[len(outputs) - self.hidden :]):
-                real = np.arange(output.shape[1]) < np.reshape(new, (-1, 1))
-                found.setdefault(f"present_{HIDDEN}.{layer}", []).append(np.where(real[..., None], output, 0))
-        return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
     def checks(self, start: Arrays, count: int) -> list[Check]:
         """If the runner replays steps from a CUDA graph, which is captured again when the state grows: they equal single steps bit for
@@ -226,36 +229,37 @@ class Subject:
     @property
     def title(self) -> str:
         """The runtime, for people."""
+        if self.package.manifest.get(WIDENED):
+            return "ONNX Runtime's function bodies"
         native = " with the native kernel" if self.native else ""
         return self.record.title + (" CUDA" if self.provider == "cuda" else "") + native
 
-    @property
-    def coarse(self) -> float:
-        """Factor of the bounds for the kind of runtime: GPU kernels that sum in half precision err two to three times as far, CPUs no
-        further than PyTorch."""
-        return 1.5 if self.record.engines or self.provider == "cuda" else 1.0
-
     @contextlib.contextmanager
-    def open(self, tensors: Sequence[str] = ()) -> Iterator[Session]:
-        """Open the runner that `run` uses; `tensors` of its graph, which layers read, become further outputs."""
+    def open(self) -> Iterator[Session]:
+        """Open the runner that `run` uses, or the widened graph."""
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
-        model = open_runner(
-            self.package.path,
-            manifest,
-            self.runtime,
-            self.provider,
-            plugin=self.plugin,
-            check=False,
-            watch=self.watch,
-            bodies=self.bodies,
-            graph=self.graph,
-            tensors=tuple(tensors),
-        )
+        model: Runner
+        if manifest.get(WIDENED):
+            from still_export.proof.widen import WideModel
+
+            model = WideModel(self.package.path, manifest, self.graph, self.watch)
+        else:
+            model = open_runner(
+                self.package.path,
+                manifest,
+                self.runtime,
+                self.provider,
+                plugin=self.plugin,
+                check=False,
+                watch=self.watch,
+                bodies=self.bodies,
+                graph=self.graph,
+            )
         if self.adapter:
             model.use_adapter(self.adapter, "adapter")
         self.native = getattr(model, "native", None) is not None
-        yield Session(model, len(tensors))
+        yield Session(model)
 
     def checks(self, count: int) -> list[Check]:
         """Checks of the engine that users run the package with, if it is not the runner, over `count` tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ import numpy as np
 from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
-from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Progress, Question, silent
+from still_export.proof.answers import EMPTY, Decisions, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
-from still_export.proof.chains import HIDDEN, Chain, ChainCall, nothing
+from still_export.proof.chains import Chain, ChainCall, nothing
 from still_export.proof.codes import as_numbers
-from still_export.proof.constants import LAYER_DRAWS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
-from still_export.proof.prompts import LENGTHS, Draft, Prompts
+from still_export.proof.prompts import Draft, Prompts, Ranges
 from still_export.proof.spill import SpillFile, joined
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
@@ -45,14 +44,12 @@ class TorchCases:
         manifest: dict[str, Any],
         reference: LayerwiseModel,
         own: LayerwiseModel,
-        lengths: tuple[int, ...] = LENGTHS,
-        decode_steps: int = 72,
-        seed: int = 0,
+        ranges: Ranges,
         words: Sequence[int] = (),
     ) -> None:
         self.reference, self.own = reference, own
         self.ties = ties_of(manifest)
-        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed, words)
+        self.prompts = Prompts(manifest, reference.empty_feed, ranges, words)
         self.count = self.prompts.count
         self._layers: list[int] = []  # that route
         self.head: HeadCases | None = None
@@ -80,31 +77,13 @@ class TorchCases:
                 cases[place] = case
         return cases
 
-    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """Cases in which every layer reads the subject's own hidden states (`present_hidden.<layer>` in `answers`), so that outputs
-        differ by one layer's rounding."""
-        drafts = []
-        for number, answer in answers.items():
-            draft = self._with_choices(number, answer.decisions)
-            names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
-            inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
-            calls = [replace(call, inputs=hidden) for call, hidden in zip(draft.chain.calls, inputs, strict=True)]
-            drafts.append(replace(draft, chain=replace(draft.chain, calls=calls), further=()))
-        draws = LAYER_DRAWS if self.own.rounds else 0
-        return dict(zip(answers, self._answered(drafts, draws=draws)[0], strict=True))
-
-    def _answered(
-        self, drafts: Sequence[Draft], meanings: _Meanings | None = None, draws: int = 0
-    ) -> tuple[list[Case], list[bool]]:
-        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws`: further PyTorch runs with
-        stochastic rounding in linear layers."""
+    def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
+        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token."""
         reference = _RunningChains(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         choices_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
         # Both runs go layer by layer, side by side: what a layer gave is measured, then dropped.
-        models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
-        runs = [_RunningChains(model, list(map(_own_chains, drafts, choices_of)), self.ties) for model in models]
-        own = runs[0]
+        own = _RunningChains(self.own, list(map(_own_chains, drafts, choices_of)), self.ties)
         spills = [SpillFile() for _ in cases]
         count = self.reference.layers
         for layer in [*range(count), None]:
@@ -121,9 +100,8 @@ class TorchCases:
                 case.experts |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
                 for chosen, found in zip(choices, scores, strict=True):  # the own run's errors are rounding alone
                     chosen |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
-            for done, run in enumerate(runs):
-                for each in zip(drafts, cases, right, exact, run.answers(layer), strict=True):
-                    self._measure(layer, *each, done)
+            for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
+                self._measure(layer, *each)
             for case, spill in zip(cases, spills, strict=True):
                 spill.take([*case.feeds, *case.expected], f".{layer}")
         for spill in spills:
@@ -152,16 +130,15 @@ class TorchCases:
         right: list[_Answered],
         scores: Scores,
         own: list[_Answered],
-        done: int,
     ) -> None:
-        """Add the errors of own run number `done` to a case, for a layer or the logits: of its calls, and of a draft's `further`."""
+        """Add the errors of the own run to a case, for a layer or the logits: of its calls, and of a draft's `further`."""
         answers, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
-        if scores and not done:
+        if scores:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
             own_scores = self.ties.scores([look for answer in answers for look in answer.looks])
             case.leads |= self.ties.leads(scores, own_scores, counts)
         pairs = _pairs(case, answers[0].outputs, layer)
-        if layer is None and not done:
+        if layer is None:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
             own_logits, right_logits = ([each[side]["logits"] for each in pairs] for side in (1, 0))
@@ -169,14 +146,12 @@ class TorchCases:
         case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
         for name in pairs[0][0]:
             rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)
-            mean = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
-            case.own_mean[name] = mean if not done else (done * case.own_mean[name] + mean) / (done + 1)
+            case.own_mean[name] = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
             for by_name, errors in zip(case.own, rows, strict=False):
-                by_name[name] = _usual(by_name.get(name), errors.astype(np.float32), done)
+                by_name[name] = errors.astype(np.float32)
         for by_name, chain, a, b in zip(case.own[len(pairs) :], draft.further, right[1:], further, strict=True):
             expected, actual = _pair(chain.start, a.outputs[0], b.outputs[0], layer)
-            errors_by_name = {n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()}
-            by_name.update({n: _usual(by_name.get(n), errors, done) for n, errors in errors_by_name.items()})
+            by_name.update({n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()})
 
 
 class _RunningChains:
@@ -265,12 +240,8 @@ def _cut(call: ChainCall, ties: Ties) -> list[ChainCall]:
             for name, x in call.images.items()
         }
         new = np.clip(call.new_tokens - start, 0, tokens.shape[1])
-        inputs = [np.ascontiguousarray(x[:, start : start + size]) for x in call.inputs]
-        calls.append(replace(call, tokens=tokens, new_tokens=new, images=images, inputs=inputs))
-    parts = [
-        replace(part, keep=lambda name: name.startswith(f"present_{HIDDEN}.") or ties.is_score(name))
-        for part in calls[:-1]
-    ]
+        calls.append(replace(call, tokens=tokens, new_tokens=new, images=images))
+    parts = [replace(part, keep=ties.is_score) for part in calls[:-1]]
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
 
 
@@ -286,8 +257,6 @@ def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> 
         outputs = {
             n: x for n, x in pieces[-1].items() if not n.startswith((f"present_{MARGINS}.", f"present_{CHOSEN}."))
         }
-        for name in [name for name in outputs if len(pieces) > 1 and name.startswith(f"present_{HIDDEN}.")]:
-            outputs[name] = np.concatenate([piece[name] for piece in pieces], axis=1)
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
             if not calls[-1].every:  # of each sequence's last token
@@ -318,13 +287,6 @@ def _own_chains(draft: Draft, choices: Sequence[dict[int, np.ndarray]]) -> list[
     return [
         replace(chain, choices=chosen) for chain, chosen in zip((draft.chain, *draft.further), choices, strict=True)
     ]
-
-
-def _usual(previous: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray:
-    """Update a root mean square of errors, `done` samples so far, with one more."""
-    if previous is None or not done:
-        return errors
-    return np.asarray(np.sqrt((done * np.square(previous) + np.square(errors)) / (done + 1)))
 
 
 def _places(mask: np.ndarray) -> np.ndarray:

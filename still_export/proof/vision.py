@@ -15,8 +15,7 @@ from still_export.package.calls import Arrays
 from still_export.package.files import VISION, check_hash
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, errors_of
-from still_export.proof.judge import Bounds
-from still_export.proof.judged import Judged
+from still_export.proof.judge import Bounds, Judged
 from still_export.proof.verdict import Check
 from still_export.runtime.ort_session import open_session
 
@@ -72,7 +71,7 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     found: Mapping[str, np.ndarray] = {
         FEATURES: np.concatenate([x.reshape(-1, x.shape[-1]) for x in answers])[None].astype(np.float64)
     }
-    report = Judged.of(case, [(right, dict(found))]).report(FEATURES, Bounds([case], dtype=dtype))
+    report = Judged.of(case, [(right, dict(found))]).report(FEATURES, Bounds([case]))
     largest = float(np.abs(right[FEATURES]).max())
     means = f"PyTorch's own mean {report.own_mean_abs:.1e}, ours {report.mean_abs:.1e}"
     numbers = f"errors up to {report.max_abs:.1e} of {largest:.2g} ({means})"

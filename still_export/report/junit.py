@@ -27,9 +27,10 @@ def junit(content: Mapping[str, Any], package: str) -> str:
     """
     cases: dict[str, Found] = {}
     for each in content.get("outputs", ()):
-        place = f"{'median' if each['by_median'] else 'error'} {each['worst']:.1e} at {list(each['worst_place'])}"
+        place = f"error {each['worst']:.1e} at {list(each['worst_place'])}"
         failure = "" if each["passed"] else f"{place} in call {each['worst_call']}, allowed {each['bound']:.1e}"
-        cases.setdefault(each["case"], {})[each["output"]] = failure
+        case = ", ".join(filter(None, [each.get("run"), each["case"]]))
+        cases.setdefault(case, {})[each["output"]] = failure
     checks = {each["name"]: "" if each["passed"] else each["what"] or "no" for each in content["checks"]}
     if chosen := content.get("selections"):
         wrong = f"{chosen['wrong']} differ without a near tie" if chosen["wrong"] else ""

@@ -98,9 +98,13 @@ def allow_opset(manifest: dict[str, Any]) -> None:
 
 def keeps_codes(manifest: dict[str, Any], graph: str | bytes) -> bool:
     """Whether function bodies unpack low-bit weights in every call, because unpacking once would need too much memory: in models beyond
-    UNPACKED_MOST, and in graphs other than the package's own (opened by proofs only), which need 34 bytes a parameter."""
+    UNPACKED_MOST, and in graphs other than the package's own (opened by proofs only), which need 34 bytes a parameter. Proofs also widen
+    half precision weights (`still_export.proof.widen`)."""
     coded = (manifest.get("quantization") or {}).get("nodes") == OWN_KERNELS
-    return coded and (graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST)
+    large = manifest["model"].get("parameters", 0) > UNPACKED_MOST
+    if manifest.get("widened"):
+        return large
+    return coded and (graph != MODEL or large)
 
 
 def keep_codes(options: Any) -> None:

@@ -1,7 +1,7 @@
 """Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,17 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
-from still_export.loading.runtimes import Opening, watched_graph
-from still_export.models.read.source import find_source
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Question, chosen_for_layers, silent
+from still_export.proof.answers import EMPTY, Decisions, DecisionsByCase, Question, silent
 from still_export.proof.cases import Case
-from still_export.proof.held_constants import check_constants
-from still_export.proof.held_settings import check_settings
-from still_export.proof.held_weights import check_weights
-from still_export.proof.judge import Bounds
-from still_export.proof.judged import Report
-from still_export.proof.layer_inputs import layer_inputs
-from still_export.proof.package import _torch_cases
-from still_export.proof.sessions import Session, Subject
+from still_export.proof.judge import Bounds, Report
+from still_export.proof.kernels import compare_kernels
+from still_export.proof.prompts import Ranges
+from still_export.proof.runs import torch_cases
+from still_export.proof.sessions import Session, Subject, widened_manifest
+from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verify import Verifier
+from still_export.proof.widen import WideModel
 from still_export.runtime import ort
 from still_export.targets.export import export
 from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
@@ -50,17 +47,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "int8 cache": {"still": {"cache": "int8"}},
     "int4": {"quantize": "int4"},
 }
-FILES = {"weights", "graph", "kernels"}
-"""Where faults are in the package's files."""
 ANYWHERE = {"weights", "states", "runner"}
-PLACES = {
-    "bodies": ANYWHERE | {"graph", "kernels"},
-    "kernels": ANYWHERE | {"graph"},
-    "native": {"native"},
-    "torch": ANYWHERE,
-}
-"""Where faults are planted, by runtime: ONNX Runtime with the ops' bodies, with the native kernels, with these changed, and PyTorch's
-runner."""
+PLACES = {"float32": ANYWHERE | {"graph", "kernels"}, "native": {"native"}, "torch": ANYWHERE}
+"""Where faults are planted, by what is compared: the graph in float32 by its ops' bodies, the native kernels in the package's type, with
+faults in them, and PyTorch's runner."""
 RUNTIMES = tuple(PLACES)
 
 
@@ -74,6 +64,14 @@ def package_of(folder: Path, model: str, kind: str) -> Package:
     return open_package(package)
 
 
+def options_of(package: Package, dtype: str) -> ExportOptions:
+    return replace(ExportOptions.from_manifest(package.manifest), dtype=dtype)
+
+
+def widened(package: Package) -> Package:
+    return Package(package.path, widened_manifest(package.manifest))
+
+
 class Drawn:
     """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
 
@@ -81,7 +79,8 @@ class Drawn:
     progress = staticmethod(silent)
 
     def __init__(self, package: Package, seed: int) -> None:
-        self.source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
+        ranges = Ranges(LENGTHS, STEPS, (4,), seed=seed)
+        self.source = torch_cases(package, options_of, ranges, {}, "cpu", prompt_words(package.path, package.manifest))
         self.count = self.source.count
         self.calls = [self.source.begin(number) for number in range(self.count)]
         self.known: dict[int, list[tuple[Decisions, Case]]] = {number: [] for number in range(self.count)}
@@ -92,9 +91,6 @@ class Drawn:
 
     def begin(self, number: int) -> Question:
         return self.calls[number]
-
-    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         decisions = {number: decisions.get(number, Decisions()) for number in numbers}
@@ -125,7 +121,7 @@ class Outcome:
 
 @dataclass
 class Broken:
-    """A package on a runtime."""
+    """A package on a runtime; `package` is widened for "float32"."""
 
     package: Package
     runtime: str
@@ -143,30 +139,21 @@ class Broken:
             for name, array in (arrays or {}).items():
                 parameters[name].data.copy_(torch.from_numpy(array))
             return model
-        library = self.package.path / self.package.manifest["native"]["library"] if self.runtime == "kernels" else None
-        if self.runtime == "native":
-            library = native.build(self.package.path.parent / "native")
-        place, watched = folder or self.package.path, None
-        if names := self.hidden(place):
-            watched = watched_graph(Opening(place, self.package.manifest, tensors=tuple(names)))
+        if self.runtime == "float32":
+            return WideModel(folder or self.package.path, self.package.manifest)
+        library = native.build(self.package.path.parent / "native")
         with mock.patch.object(ort, "native_library", lambda *_: library):
-            return ort.OrtModel(place, threads=1, check=False, watched=watched)
-
-    def hidden(self, folder: Path) -> list[str]:
-        """Tensors of a graph that layers read, where these are judged by themselves."""
-        half = self.package.manifest["model"]["dtype"] == "float16" and self.runtime != "torch"
-        return layer_inputs(folder / "model.onnx", self.package.manifest["model"]["layers"]) if half else []
+            return ort.OrtModel(self.package.path, threads=1, check=False)
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
-        verifier = Verifier(self.package, self.drawn, Subject(self.package), replays=0)
-        session = Session(model, len(self.hidden(self.package.path)))
+        verifier = Verifier(self.package, self.drawn, Subject(self.package))
+        session = Session(model)
         answers = verifier.ask(session, self.drawn.calls)
-        sharp = verifier.by_layer(session, chosen_for_layers(self.drawn.calls)) if session.hidden else []
         drawn = self.drawn.draw(range(self.drawn.count), answers.decisions)
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
-        bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
+        bounds = Bounds([each.case for each in judged])
         pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
-        return verifier.judge(judged, bounds, answers, "", sharp), pairs
+        return verifier.judge(judged, bounds, answers, ""), pairs
 
     def clean(self) -> Report:
         report, settled = self.judge(self.open())
@@ -181,7 +168,7 @@ class Broken:
             if model is None:
                 return None
             report, settled = self.judge(model)
-            found = not report.passed or not self._holds_weights(fault)
+            found = not report.passed or not self._kernels_hold()
         except Exception:  # whatever the runtime says of a graph that is none
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
         finally:
@@ -196,13 +183,12 @@ class Broken:
                 changed |= any(not np.array_equal(actual[n], right[n], equal_nan=True) for n in right)
         return Outcome(fault.name, fault.where, found, moved, changed)
 
-    def _holds_weights(self, fault: Fault) -> bool:
-        """Whether weights and constants of the package with a fault are the model's, which `verify` asks before anything runs."""
-        if fault.where not in FILES or self.runtime == "torch":
+    def _kernels_hold(self) -> bool:
+        """Whether the kernels by themselves, with their fault, err no further than the bodies."""
+        if self.runtime != "native":
             return True
-        options = replace(ExportOptions.from_manifest(self.package.manifest), dtype="float32")
-        held = self.scratch / "faulty", self.package.manifest, find_source(options)
-        return check_weights(*held).passed and check_constants(*held).passed and check_settings(*held).passed
+        library = native.build(self.package.path.parent / "native")
+        return all(c.passed for c in compare_kernels(self.package.path, self.package.manifest, library, "cpu", 0))
 
     def _planted(self, fault: Fault, random: np.random.Generator) -> Any:
         if fault.where in ("states", "runner"):
@@ -238,7 +224,7 @@ class Broken:
             return None
         onnx.save(graph_, folder / "model.onnx")
         kept = {k: v for k, v in self.package.manifest.items() if k not in GENERATED}
-        write_manifest(folder, kept)
+        write_manifest(folder, {name: x for name, x in kept.items() if name != "widened"})
         return self.open(folder)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import native
-from tests.faults.campaign import Broken, Drawn, outcomes, package_of
+from tests.faults.campaign import Broken, Drawn, outcomes, package_of, widened
 from tests.faults.registry import FAULTS
 
 SAMPLE = {
@@ -50,8 +50,8 @@ def test_lines_of_kernels_that_faults_change_are_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_planted_faults_are_found(kind: str, tmp_path: Path) -> None:
-    package = package_of(tmp_path, "hybrid", kind)
-    subject = Broken(package, "bodies", Drawn(package, 0), tmp_path)
+    package = widened(package_of(tmp_path, "hybrid", kind))
+    subject = Broken(package, "float32", Drawn(package, 0), tmp_path)
     assert subject.clean().passed
     wanted = [each for each in FAULTS if each.name in SAMPLE[kind]]
     found = list(outcomes(subject, [0], wanted))
@@ -63,7 +63,7 @@ def test_planted_faults_are_found(kind: str, tmp_path: Path) -> None:
 def test_a_fault_that_verify_should_not_see_is_not_found(tmp_path: Path) -> None:
     """The count of what is found can be less than all: a harness that always says found would be worth nothing."""
     package = package_of(tmp_path, "hybrid", "float16")
-    subject = Broken(package, "bodies", Drawn(package, 0), tmp_path)
+    subject = Broken(package, "torch", Drawn(package, 0), tmp_path)
     subject.clean()
     (outcome,) = outcomes(subject, [0], [each for each in FAULTS if each.name == "logits times 1.0002"])
     assert not outcome.found and not outcome.refused and 0 < outcome.moved < 1e-2

@@ -91,7 +91,7 @@ class Proof:
             "dtype": manifest["model"]["dtype"],
             **more,
         }
-        self.ran = what_ran(manifest, "cuda")
+        self.ran = what_ran(manifest)
         return package
 
 

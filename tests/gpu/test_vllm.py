@@ -19,8 +19,6 @@ import pytest
 import torch
 from filelock import FileLock
 
-from still_export.proof.records import ops_ran
-from still_graphs.ops import OPS
 from tests.gpu.conftest import Proof
 from tests.gpu.quantized_folders import FORMS
 from tests.gpu.vllm_checks import FAMILIES, SMALL, VARIANTS, run
@@ -91,7 +89,6 @@ def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path, monkeypatch:
     if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     proof.subject |= {"runtime": "vllm", "check": " ".join(Path(part).name for part in check)}
-    proof.ran = ops_ran(OPS, "torch")
     monkeypatch.setenv("OUT", str(tmp_path))
     result = proof.figures["found"] = run(*check)
     if GPU:

@@ -38,7 +38,7 @@ def graph_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.node.get_closest_marker("whole") is None:
         from still_export.proof.verdict import Verdict
 
-        monkeypatch.setattr("still_export.proof.package._all_that_runs", lambda *_: Verdict())
+        monkeypatch.setattr("still_export.proof.package._other_files", lambda *_: Verdict())
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.graph.options import Progress
+from still_export.package.files import ARCHIVE
 from still_export.package.programs import write_programs
 from still_export.package.trust import trust
 from still_export.targets.ort.options import OrtOptions
@@ -17,8 +18,6 @@ from still_export.targets.target import Lowering
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import build_plugins, compile_archive, find_tensorrt_headers
 from still_graphs.states import AHEAD
-
-KERNELS = "kernels.bin"
 
 
 def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
@@ -71,7 +70,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     """Compile the kernels, and a plugin library for each set of headers; returns library files by major version of TensorRT."""
     variants = kernel_variants(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
-    archive = compile_archive(variants, trt.architectures, folder / KERNELS)
+    archive = compile_archive(variants, trt.architectures, folder / ARCHIVE)
     libraries = {}
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")

@@ -19,7 +19,7 @@ from still_export.proof.absolute import (
     rounding_check,
 )
 from still_export.proof.cases import errors_of
-from still_export.proof.judged import Report
+from still_export.proof.judge import Report
 from still_export.proof.overflow import overflow_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime.ort import OrtModel

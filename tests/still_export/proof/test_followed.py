@@ -1,5 +1,6 @@
 """PyTorch selects what a target selected: all that follows from it is compared, and the selection is held to PyTorch's scores."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -18,10 +19,9 @@ from still_export.package.folder import Package
 from still_export.proof.answers import Decisions, silent
 from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
-from still_export.proof.judge import Bounds
-from still_export.proof.judged import Report
+from still_export.proof.judge import Bounds, Report
 from still_export.proof.layerwise import LayerwiseModel, _in_order
-from still_export.proof.prompts import Prompts
+from still_export.proof.prompts import Prompts, Ranges
 from still_export.proof.recorded import RecordedCases, record_cases
 from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Subject
@@ -30,7 +30,7 @@ from still_export.proof.verify import Verifier
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
-LENGTHS, STEPS = (1, 5 * CHUNK), 2 * CHUNK
+RANGES = Ranges((1, 5 * CHUNK), 2 * CHUNK)
 
 
 def test_what_is_told_is_selected() -> None:
@@ -133,11 +133,11 @@ class Asked:
         self.session = Session(TorchModel(self.manifest, planted))
         reference = LayerwiseModel(self.manifest, source_of(model), dtype=torch.float64)
         own = LayerwiseModel(self.manifest, source_of(model))
-        self.cases = TorchCases(self.manifest, reference, own, LENGTHS, STEPS)
+        self.cases = TorchCases(self.manifest, reference, own, RANGES)
 
     def select(self, path: Path, seed: int = 0) -> Path:
         """What the runner selects, in a file."""
-        prompts = Prompts(self.manifest, partial(empty_feed, self.table), LENGTHS, STEPS, seed)
+        prompts = Prompts(self.manifest, partial(empty_feed, self.table), replace(RANGES, seed=seed))
         write_selections(self.session, prompts, self.package, path, silent)
         return path
 
@@ -147,7 +147,7 @@ class Asked:
         answers = verifier.ask(self.session, [cases.begin(number) for number in range(cases.count)])
         drawn = cases.draw(range(cases.count), answers.decisions if cases.uses_decisions else {})
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
-        bounds = Bounds([each.case for each in judged], dtype="float32")
+        bounds = Bounds([each.case for each in judged])
         return verifier.judge(judged, bounds, answers, "")
 
 

@@ -6,22 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 
 from still_export.errors import ModelNotFoundError
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
-from still_export.package.folder import Package, open_package
-from still_export.proof.embedding_rows import check_rows
+from still_export.package.folder import Package
 from still_export.proof.held_weights import check_weights
 from still_export.proof.verdict import Verdict
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
-from tests.still_export.proof.plants import exchange, planted, searched_copy, with_weights
+from tests.still_export.proof.plants import exchange, searched_copy, with_weights
 from tests.still_export.tiny import plain_model, still_model
 
 SIZES: dict[str, Any] = dict(
@@ -181,24 +179,3 @@ def test_gguf_codes_are_taken_over_exactly(
 
     check = held(with_weights(package, tmp_path / "off", scale_off)).checks[0]
     assert not check.passed and check.where == layer(1, DOWN)
-
-
-@pytest.mark.parametrize("quantize", [None, "int4"])
-def test_every_row_of_the_embedding_is_asked(quantize: str | None, export_tiny: Exporter, tmp_path: Path) -> None:
-    """A graph that reads one row for all tokens behind the 40th: prompts would find it by luck."""
-    options = {"native": False, **({} if quantize is None else {"quantize": quantize})}
-    package = export_tiny("llama", options=options, sizes=SIZES, layer_types=LAYERS)
-    source = find_source(ExportOptions.from_manifest(package.manifest))
-    verdict = check_rows(package, source)
-    assert verdict.passed and len(verdict.checks) == 1, verdict
-    graph = onnx.load(package.model_path, load_external_data=False)
-    node = next(n for n in graph.graph.node if n.op_type.startswith("Gather") and n.input[0].startswith(EMBEDDING))
-    most = onnx.numpy_helper.from_array(np.array(40), "most")
-    ids = onnx.helper.make_node("Min", [node.input[1], "most"], ["few"])
-    node.input[1] = "few"
-    graph.graph.node.insert(list(graph.graph.node).index(node), ids)
-    graph.graph.initializer.append(most)
-    with planted(package, tmp_path / "other") as folder:
-        onnx.save(graph, folder / "model.onnx")
-    check = check_rows(open_package(folder), source).checks[0]
-    assert not check.passed and check.where == "token 41" and check.what.startswith("20 of 61")

@@ -13,7 +13,7 @@ from still_export.models.load import Source, open_source
 from still_export.models.read.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.chains import Chain, ChainCall, nothing
-from still_export.proof.layerwise import MARGINS, LayerwiseModel, _Linear
+from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_kernels.forms import has_kernels
 from still_kernels.ties import CHOSEN
 from tests.still_export.linear_models import FAMILIES, SELDOM, linear_model
@@ -131,36 +131,3 @@ def test_pytorch_answers_in_the_place_of_kernels() -> None:
     layers = LayerwiseModel(MANIFEST, source_of(still_model("llama", torch.float32)), prepare=watch)
     layers.run([Chain(layers.empty_feed(1, 5), [ChainCall(tokens(1, 5), np.array([5]))])])
     assert seen and not any(seen) and has_kernels(torch.device("cuda")) and not has_kernels(torch.device("cpu"))
-
-
-def test_draws_round_up_or_down_by_chance() -> None:
-    """To one of the two nearest numbers of float16, as often as the product lies near it; numbers below the least normal one, too."""
-    random = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=random).half() for shape in ((64, 32), (48, 32)))
-    x[32:] *= 2.0**-18
-    exact = torch.nn.functional.linear(x.float(), weight.float()).double()
-
-    def product(draw: int) -> torch.Tensor:
-        with _Linear(draw):
-            return torch.nn.functional.linear(x, weight).double()
-
-    nearest, draws = product(0), torch.stack([product(n) for n in range(1, 65)])
-    unit = 2.0 ** (exact.frexp().exponent - 11).clamp_min(-24).double()
-    assert ((nearest - exact).abs() <= 0.51 * unit).all()
-    assert ((draws - exact).abs() <= 1.01 * unit).all() and ((draws - exact).abs() > 0.51 * unit).any()
-    off = (draws.mean(0) - exact) / unit
-    assert off.abs().mean() < 0.06 < ((nearest - exact) / unit).abs().mean()
-    assert torch.equal(product(3), product(3)) and not torch.equal(product(3), product(4))
-
-
-def test_draws_round_a_product_before_its_bias() -> None:
-    """As graphs do: a bias that undoes a large product leaves the rounding of that product, beside which the sum's own is nothing."""
-    random = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(8, 32, generator=random).half(), 512 * torch.ones(1, 32).half()
-    exact = torch.nn.functional.linear(x[:1].double(), weight.double())
-    bias = -exact[0].half()
-    for draw, rounds in ((0, False), (1, True)):
-        with _Linear(draw):
-            found = torch.stack([torch.nn.functional.linear(x[:1], weight, bias) for _ in range(64)]).double()
-        off = (found - exact - bias.double()).abs()
-        assert (off.max() > 2.0**-13 * exact.abs()).item() is rounds

@@ -12,13 +12,11 @@ from still_export.proof import records
 from still_export.proof.records import (
     Record,
     make_record,
-    ops_ran,
     write_record,
 )
-from tools import verdicts
-from tools.verdicts import old_parts, read_record, read_records, sum_up
+from tools.verdicts import read_record, read_records, sum_up
 
-RAN = {"graph": "0" * 64, **ops_ran(["CausalConv", "NoSuchOp"], "cpu")}
+RAN = {"graph": "0" * 64}
 
 
 def proof(**changed: object) -> Record:
@@ -37,15 +35,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert make_record("benchmark", "a", {}, {}, {}).verdict == "measured"
 
 
-def test_the_judge_and_the_code_of_ops_make_a_run_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = proof()
-    assert old_parts(record.judge, record.ran) == []
-    assert old_parts(record.judge, {"op CausalConv on cpu": record.ran["op CausalConv on cpu"][:12]}, 12) == []
-    assert old_parts(record.judge, {"op Gone on cuda": "0" * 64}) == ["Gone on cuda"]
-    monkeypatch.setattr(verdicts, "PROOF_VERSION", 0)
-    assert old_parts(record.judge, record.ran) == ["judge"]
-
-
 def test_a_run_of_several_proofs_is_one_record() -> None:
     parts = [
         proof(
@@ -56,7 +45,7 @@ def test_a_run_of_several_proofs_is_one_record() -> None:
     made = sum_up("families", parts)
     assert (made.verdict, made.figures["checks"], made.figures["worst_of_its_bound"]) == ("failed", 2, 1.5)
     assert made.figures["failed"] == ["small, float16"] and made.subject == {"target": "onnx"}
-    assert set(made.ran) == {"op CausalConv on cpu"}, "files of packages stand in the rows"
+    assert not made.ran, "files of packages stand in the rows"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from still_export.proof.cases import Case
-from still_export.proof.judged import Judged
+from still_export.proof.judge import Judged
 from still_export.proof.spill import SpillFile, joined, room_for, rooms_for
 
 

@@ -16,14 +16,21 @@ import pytest
 from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
-from still_export.proof import other_graphs, sessions
+from still_export.proof import runs as runs_of_package
+from still_export.proof import sessions
 from still_export.proof.answers import Decisions
-from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
-from still_export.proof.package import QUICK_LEAVES_OUT, VerifyOptions, _torch_cases, verify
+from still_export.proof.package import QUICK_LEAVES_OUT, VerifyOptions, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
+from still_export.proof.prompts import Ranges
+from still_export.proof.runs import (
+    IN_FLOAT32,
+    PORTABLE_IN_FLOAT32,
+    Asking,
+    compare_graphs,
+    compare_runtimes,
+)
 from still_export.proof.sessions import Subject
 from still_export.proof.torch_cases import TorchCases
-from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier
 from still_export.proof.whole_package import check_files
 from still_export.targets.export import export
@@ -251,12 +258,13 @@ NATIVE = {"library": "none.so", "system": "of no machine", "machine": "x86_64"}
 GRAPHS = ("model.onnx", "portable.onnx")
 
 
-def compared(package: Package, most: int | None = None) -> Verdict:
-    lengths, subject = other_lengths(StateTable.of(package.manifest).period)[-(most or 0) :], Subject(package)
-    subject.native = True
-    return check_other_graphs(
-        package, subject, lambda by_cuda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"), most=most
-    )
+def asking(package: Package) -> Asking:
+    ranges = Ranges((1, 2 * StateTable.of(package.manifest).period + 1), 4, (2,))
+
+    def options(package: Package, dtype: str) -> ExportOptions:
+        return replace(ExportOptions.from_manifest(package.manifest), dtype=dtype)
+
+    return Asking(package, options, lambda share: ranges, {}, "cpu", ())
 
 
 @pytest.mark.slow
@@ -265,29 +273,26 @@ def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path, mo
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
     drawn, draw = list[TorchCases](), TorchCases.draw
     monkeypatch.setattr(TorchCases, "draw", lambda self, *asked: drawn.append(self) or draw(self, *asked))
-    right = compared(package)
-    assert right.passed and len(right.checks) == 2, right.checks
+    right = compare_graphs(asking(package), {})
+    assert right.passed and {each.run for each in right.outputs} == {IN_FLOAT32, PORTABLE_IN_FLOAT32}
     assert len(drawn) == 1
     exp, softmax = other_op("Exp", "Neg"), other_op("Softmax", "Identity")
+    runs = {"model.onnx": IN_FLOAT32, "portable.onnx": PORTABLE_IN_FLOAT32}
     for number, changes in enumerate(({"model.onnx": exp}, {"portable.onnx": exp}, dict.fromkeys(GRAPHS, softmax))):
         with planted(package, tmp_path / str(number)) as folder:
             for name, change in changes.items():
                 graph = onnx.load(package.path / name, load_external_data=False)
                 assert change(graph)
                 onnx.save(graph, folder / name)
-        for most in (None, 1):  # `--quick` asks one prompt
-            wrong = [check for check in compared(open_package(folder), most).checks if not check.passed]
-            assert [check.where for check in wrong] == list(changes), wrong
+        wrong = compare_graphs(asking(open_package(folder)), {})
+        assert {each.run for each in wrong.mismatches} == {runs[name] for name in changes}, wrong.mismatches
 
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_quick_says_what_it_leaves_out(export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_says_what_it_leaves_out(export_tiny: Exporter, tmp_path: Path) -> None:
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
-    counts, run = [], Verifier.run
-    monkeypatch.setattr(Verifier, "run", lambda self, *asked: counts.append(self.cases.count) or run(self, *asked))
     report = verify(package.path, VerifyOptions(quick=True), tmp_path).report
-    assert counts[0] > 3 and counts[1:] == [1]  # the portable graph's one prompt
     assert report.passed and {"prefill 1", "prefill 65"} <= {each.case for each in report.outputs}
     assert set(QUICK_LEAVES_OUT) <= set(report.not_asked)
 
@@ -297,14 +302,15 @@ def test_both_providers_are_asked(export_tiny: Exporter, tmp_path: Path, monkeyp
     """Of a package with kernels for GPUs, where there is one; the CPU stands for it here, and runs a fault."""
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
     package = replace(package, manifest={**package.manifest, "native": {**NATIVE, "archs": ["sm_90"]}})
-    assert any("kernels for GPUs" in line for line in compared(package).not_asked)
+    alone = compare_runtimes(asking(package), Subject(package), 0, None)
+    assert alone.passed and any("kernels for GPUs" in line for line in alone.not_asked)
     with planted(package, tmp_path / "planted") as folder:
         graph = onnx.load(package.path / "model.onnx", load_external_data=False)
         assert other_op("Exp", "Neg")(graph)
         onnx.save(graph, folder / "model.onnx")
     right = sessions.open_runner
-    monkeypatch.setattr(other_graphs, "cuda_missing", lambda: "")
-    for place, wrong in ((package.path, []), (folder, ["model.onnx on CUDA", "without the native kernels on CUDA"])):
+    monkeypatch.setattr(runs_of_package, "cuda_missing", lambda: "")
+    for place, wrong in ((package.path, set()), (folder, {"ONNX Runtime CUDA"})):
 
         def open_runner(
             path: Path, manifest: Any, runtime: str, provider: str, place: Path = place, **more: Any
@@ -312,10 +318,9 @@ def test_both_providers_are_asked(export_tiny: Exporter, tmp_path: Path, monkeyp
             return right(place if provider == "cuda" else path, manifest, runtime, **more)
 
         monkeypatch.setattr(sessions, "open_runner", open_runner)
-        verdict = compared(package)
-        failed = [check.name for check in verdict.checks if not check.passed]
-        assert len(verdict.checks) == 4 and not verdict.not_asked
-        assert len(failed) == len(wrong) and all(part in name for part, name in zip(wrong, failed, strict=True))
+        report = compare_runtimes(asking(package), Subject(package), 0, None)
+        assert {each.run for each in report.outputs} == {"ONNX Runtime", "ONNX Runtime CUDA"} and not report.not_asked
+        assert {each.run for each in report.mismatches} == wrong
 
 
 @pytest.mark.slow
@@ -325,8 +330,7 @@ def test_a_second_comparison_asks_the_runtime_nothing(
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
     opened, right = list[Subject](), Subject.open
     monkeypatch.setattr(Subject, "open", lambda self, *more: opened.append(self) or right(self, *more))
-    cases = _torch_cases(package, None, (1, 33), STEPS, 0, {}, "cpu")
-    verifier = Verifier(package, cases, Subject(package), STEPS)
+    verifier = Verifier(package, asking(package).cases(package), Subject(package), 4)
     first, second = (verifier.run(tmp_path / name) for name in ("first", "second"))
     assert first.passed and len(opened) == 1
     assert [vars(each) for each in first.outputs] == [vars(each) for each in second.outputs]
@@ -352,7 +356,7 @@ def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
         edit(folder, "tokenizer.json", words_exchanged)
     report = verify(folder, VerifyOptions(lengths=(3,), decode_steps=1), tmp_path).report
     names = {check.name.partition(" ")[0] for check in report.checks}
-    assert {"every", "the", "generation", "end", "portable.onnx"} <= names
+    assert {"every", "the", "generation", "end", "portable"} <= names
     wrong = [check.where for check in report.checks if not check.passed]
     assert not report.passed and wrong == ["tokenizer.json", "tokenizer_config.json", "manifest.json: chat"]
 
@@ -378,7 +382,7 @@ def test_a_package_whose_model_is_gone(
             main(["verify", str(folder), "--quiet"])
         said = capsys.readouterr().out
         assert "gone does not exist" in said and "name it with --model" in said
-        verdicts.append((end.value.code, said.strip().splitlines()[-1]))
+        verdicts.append((end.value.code, said.strip().splitlines()[0]))
     assert verdicts == [
         (0, "PASSED against the package's own weights"),
         (1, "FAILED against the package's own weights"),

@@ -25,7 +25,6 @@ from still_export.models.read.super_blocks import SuperBlocks
 from still_export.models.read.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
-from still_export.proof.embedding_rows import check_rows
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
@@ -160,7 +159,6 @@ def test_k_quants_of_a_file_are_kept_to_the_last_bit(
     feed = {**next_feed({}, TOKENS[:, :20] % 136, None), **reference.empty_feed(1, 20)}
     expected = reference.infer(feed)["logits"][:, -1:]
     assert np.abs(actual - expected).mean() < 0.02 * np.abs(expected).mean()
-    assert check_rows(package, source).passed
 
 
 def test_k_quants_that_do_not_fit_kernels_are_rounded(built: None) -> None:
