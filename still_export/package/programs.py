@@ -31,7 +31,18 @@ SHARED = (
     "program",
 )
 CHECKS = (
-    *("refusals", "files", "checked", "external", "installed", "trust", "archive", "template", "template_process"),
+    *(
+        "refusals",
+        "tokenizer_bounds",
+        "files",
+        "checked",
+        "external",
+        "installed",
+        "trust",
+        "archive",
+        "template",
+        "template_process",
+    ),
     "chat_format",
     "telemetry",
 )
