@@ -142,6 +142,8 @@ class TerminalText:
             is_space, size = part.isspace(), get_cwidth(part)
             if is_space or size > len(part) or get_cwidth(self._word) + size >= width:
                 self._end_word(width)
+            if is_space and self._column + size > width:
+                part = "\n"
             if part == "\n":
                 self._column = 0
             elif is_space:
