@@ -295,9 +295,18 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: A
         raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
     recorded = session.get_modelmeta().custom_metadata_map
     for name, field in RECORDED.items():
-        here, there = (json.loads(text) for text in (recorded_text(manifest, field), recorded.get(name, "null")))
+        here, there = json.loads(recorded_text(manifest, field)), _value(recorded.get(name, "null"))
         if name in recorded and here != there:
             if isinstance(here, dict) and isinstance(there, dict):  # the first part that differs says enough
-                part = next(key for key in sorted({*here, *there}) if here.get(key) != there.get(key))
+                keys = sorted({*here, *there})
+                part = next(k for k in keys if (k in here) != (k in there) or here.get(k) != there.get(k))
                 field, here, there = f"{field}.{part}", here.get(part), there.get(part)
             raise differs(field, json.dumps(here), json.dumps(there))
+
+
+def _value(text: str) -> Any:
+    """The value of JSON, or a damaged text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
