@@ -22,6 +22,9 @@ from still_export.package.refusals import RunError
 WALL_S = 30.0
 """For one rendering on a busy machine; the process limits itself to less than a second of processor time."""
 
+START = "import sys; del sys.path[0]; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""Runs a file without the current folder or the file's on the path, as `python -P` does from 3.11 on."""
+
 
 class TemplateRefusal(RunError):
     """A chat template refuses these messages, or cannot be rendered."""
@@ -74,7 +77,7 @@ class _Process:
                 return dict(json.loads(found))
             code = process.wait()
             self.close()
-        if code in (-signal.SIGPROF, -signal.SIGKILL):
+        if sys.platform != "win32" and code in (-signal.SIGPROF, -signal.SIGKILL):
             return {"kind": "bound", "error": "it runs for more than a second"}
         return {"kind": "bound", "error": f"its process ended with code {code}"}
 
@@ -85,12 +88,12 @@ class _Process:
             raise RunError("chat templates need the package jinja2: pip install jinja2; or pass --prompt.")
         self._owner = os.getpid()
         self._running = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
+            [sys.executable, "-c", START, str(Path(__file__).with_name("template_process.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,  # Ctrl-C ends an answer, not this
+            start_new_session=True,  # Ctrl-C ends an answer, not this
         )
         return self._running
 

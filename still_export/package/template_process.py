@@ -7,7 +7,6 @@ It needs jinja2 and nothing of this project. Exports copy this file into package
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -113,14 +112,19 @@ def answer(template: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Render until the input ends."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """Render until the input ends. Windows has no such bounds: there the other side kills this process after a while."""
+    if sys.platform != "win32":
+        import resource
+
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
         found = json.dumps(answer(**json.loads(line)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(found.encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -5,7 +5,8 @@ Exports copy this file into packages, with the other runners (`still_export.pack
 
 from __future__ import annotations
 
-import resource
+import math
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +33,15 @@ SPARE_ROWS = 256
 
 
 def peak_mb() -> float:
-    """Peak memory of this process, MB."""
+    """Peak memory of this process, MB; NaN on Windows, whose standard library does not tell."""
+    if sys.platform == "win32":
+        return math.nan
     try:  # ru_maxrss includes the parent's memory before exec
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 

@@ -230,7 +230,8 @@ def check_version(version: str) -> None:
     if numbers < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise RunError(
-            f"onnxruntime {version} is installed, and packages need {least} or later: pip install -U 'onnxruntime>={least}'."
+            f"onnxruntime {version} is installed, and packages need {least} or later, which needs Python 3.11: "
+            f"pip install -U 'onnxruntime>={least}'."
         )
 
 
