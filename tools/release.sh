@@ -47,11 +47,14 @@ if [ "$short" ]; then
     say "still-export-kernels for $here"
     kernels "$here"
 else
-    # The compilers that CMake is told: for a cross build by name, for this machine by CXX.
+    # The compilers that CMake is told: for a cross build by name, for this machine by CXX. zig takes -march for a CPU's name.
     compilers=$work/compilers
     mkdir -p "$compilers"
     for cpu in x86_64 aarch64; do
-        printf '#!/bin/sh\nexec "%s" -m ziglang c++ -target %s-linux-gnu.%s "$@"\n' "$tools/python" $cpu $glibc > "$compilers/$cpu-linux-gnu-g++"
+        cat > "$compilers/$cpu-linux-gnu-g++" << END
+#!/usr/bin/env bash
+exec "$tools/python" -m ziglang c++ -target $cpu-linux-gnu.$glibc "\${@/#-march=armv8.2-a/-mcpu=generic+v8_2a}"
+END
         chmod +x "$compilers/$cpu-linux-gnu-g++"
     done
     headers=$(STILL_CACHE=$work/headers PYTHONPATH=graphs "$tools/python" -c \
