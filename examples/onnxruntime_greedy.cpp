@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -48,19 +50,28 @@ int main(int argc, char** argv) {
     for (auto const& name : inputs) in.push_back(name.c_str());
     for (auto const& name : outputs) out.push_back(name.c_str());
 
-    for (int64_t made = 0; made < wanted; ++made) {  // a prompt longer than the manifest's prefill_tokens goes in pieces
-        int64_t const shape[] = {1, static_cast<int64_t>(ids.size())};
+    // Its last key of this name is the package's; an option's of the export stands before it, in config.
+    std::ifstream file(folder + "/manifest.json");
+    std::string const manifest(std::istreambuf_iterator<char>(file), {}), key = "\"prefill_tokens\":";
+    int64_t const most = std::stoll(manifest.substr(manifest.rfind(key) + key.size()));
+
+    for (int64_t made = 0, begin = 0; made < wanted;) {  // a prompt longer than prefill_tokens goes in pieces
+        int64_t const shape[] = {1, std::min<int64_t>(most, ids.size() - begin)};
         feed[tokens] = Ort::Value::CreateTensor<int64_t>(allocator, shape, 2);
-        std::copy(ids.begin(), ids.end(), feed[tokens].GetTensorMutableData<int64_t>());
+        std::copy_n(ids.begin() + begin, shape[1], feed[tokens].GetTensorMutableData<int64_t>());
         *feed[count].GetTensorMutableData<int64_t>() = shape[1];
+        int64_t next = 0;
         auto found = session.Run(Ort::RunOptions{}, in.data(), feed.data(), feed.size(), out.data(), out.size());
         for (size_t o = 0; o < outputs.size(); ++o) {
             if (outputs[o] == "logits") {  // [1, 1, vocabulary], float32
                 auto const* logits = found[o].GetTensorData<float>();
-                ids = {std::max_element(logits, logits + found[o].GetTensorTypeAndShapeInfo().GetElementCount()) - logits};
+                next = std::max_element(logits, logits + found[o].GetTensorTypeAndShapeInfo().GetElementCount()) - logits;
             } else if (auto at = std::find(inputs.begin(), inputs.end(), "past_" + outputs[o].substr(8)); at != inputs.end())
                 feed[at - inputs.begin()] = std::move(found[o]);  // present_X is the next call's past_X
         }
-        std::printf("%lld%c", static_cast<long long>(ids[0]), made + 1 < wanted ? ' ' : '\n');
+        begin += shape[1];
+        if (begin < static_cast<int64_t>(ids.size())) continue;
+        ids.push_back(next);
+        std::printf("%lld%c", static_cast<long long>(next), ++made < wanted ? ' ' : '\n');
     }
 }

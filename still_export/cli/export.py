@@ -38,6 +38,11 @@ NO_KERNELS = (
     "without kernels for CPUs, which are faster: pip install still-export-kernels, or install cmake and g++ and run still-export "
     "kernels build"
 )
+JETSON = "sm_87"
+NO_JETSON_PLUGIN = (
+    f"{JETSON} is a Jetson, and the plugin library and still_run are for this kind of machine: export with --cpu aarch64 "
+    "(g++-aarch64-linux-gnu), or export on the Jetson."
+)
 NO_PLUGIN = (
     "no plugin library: NvInfer.h is not in the usual places. Name its folder with --tensorrt-include, or the engine's "
     "machine will need --plugin."
@@ -205,10 +210,14 @@ def _report_rounding(package: Package, out: Output) -> None:
 def _report_missing_code(package: Package, target: Target, out: Output) -> None:
     """Report native code that is missing in the package."""
     from still_export.targets.ort.library import find_library
+    from still_export.targets.trt.plugins import this_cpu
 
     manifest = package.manifest
     if not manifest.get("plugins", True):  # only targets with plugins have this entry
         out.log(NO_PLUGIN)
+    trt = manifest.get("trt") or {}
+    if manifest.get("plugins") and trt.get("archs") == [JETSON] and (trt.get("cpu") or this_cpu()) != "aarch64":
+        out.log(NO_JETSON_PLUGIN)
     has_code = manifest["config"].get("native") is not None or "native" in manifest
     if "native" in target.flags and not has_code and find_library() is None:
         out.log(NO_KERNELS)

@@ -51,8 +51,14 @@ def headers() -> None:
 
 def flags(
     genai: Annotated[bool, typer.Option("--genai", help="For a program over onnxruntime-genai.")] = False,
+    onnxruntime: Annotated[
+        str,
+        typer.Option(
+            help="Folder of ONNX Runtime's release where the program is compiled, which may be another machine."
+        ),
+    ] = "",
 ) -> None:
     """Print the flags that a C++ program over ONNX Runtime is compiled with: g++ program.cpp $(still-export kernels flags)."""
-    from still_export.targets.ort.headers import compiler_flags
+    from still_export.targets.ort.headers import compiler_flags, release_flags
 
-    print(shlex.join(compiler_flags(genai)))
+    print(shlex.join(release_flags(onnxruntime) if onnxruntime else compiler_flags(genai)))

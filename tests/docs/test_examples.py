@@ -13,6 +13,7 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.engines.build import build_engines
+from still_export.package.folder import open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tensorrt import TrtModel
@@ -102,6 +103,17 @@ def test_compiled_programs_answer_as_the_runner(
     model = OrtModel(package, threads=1)
     model.start()
     assert [int(token) for token in done.stdout.split()] == list(model.generate([5, 6, 7, 8], 20, Sampling()))
+
+
+@pytest.mark.slow
+def test_the_cpp_program_reads_long_prompts_in_pieces(tmp_path: Path, export_tiny: Exporter) -> None:
+    package = export_tiny("llama", "float32").path
+    prompt = [5 + i * 37 % 50 for i in range(2 * open_package(package).manifest["prefill_tokens"] + 7)]
+    done = subprocess.run([*build_cpp(tmp_path), str(package), "3", *map(str, prompt)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    model = OrtModel(package, threads=1)
+    model.start()
+    assert [int(token) for token in done.stdout.split()] == list(model.generate(prompt, 3, Sampling()))
 
 
 @pytest.mark.slow

@@ -142,6 +142,11 @@ def compiler_flags(genai: bool = False) -> list[str]:
     return ["-isystem", str(include), "-Wl,--no-as-needed", *map(str, linked), *folders]
 
 
+def release_flags(folder: str) -> list[str]:
+    """The same over ONNX Runtime's release in `folder` (include/, lib/), with no path of this machine."""
+    return ["-isystem", f"{folder}/include", f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib", "-lonnxruntime"]
+
+
 def _wheel(module: str) -> Path:
     found = find_spec(module)
     assert found is not None and found.origin is not None

@@ -17,23 +17,40 @@ from typing import Any
 from still_export.package.files import sha256
 from still_export.package.installed import KERNELS, installed_kernels
 from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers, make_cache
-from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
+from still_export.targets.trt.plugins import (
+    CPUS,
+    OP_FOLDERS,
+    SOURCE,
+    SYSTEM,
+    PluginBuildError,
+    cross_compiler,
+    run_cmake,
+    this_cpu,
+)
 from still_export.version import __version__
+
+__all__ = [
+    "CPUS",
+    "SYSTEM",
+    "build_library",
+    "build_with_archive",
+    "cached_library",
+    "can_build",
+    "cross_compiler",
+    "demand_build",
+    "describe_build",
+    "find_library",
+    "keep_library",
+    "this_cpu",
+]
 
 LIBRARY = "libstill_onnxruntime.so"
 BUILD_VARIABLE = "STILL_BUILD_KERNELS"
 """Environment variable; 0: exports do not build kernels on their own."""
 DIGEST = f"{LIBRARY}.sha256"
-SYSTEM = "Linux"
 SOURCES = ("CMakeLists.txt", "write_op_specs.py", "exports.map", "core", "cpu", "onnxruntime")
 FLAGS = ("CXXFLAGS", "LDFLAGS")
 """Environment variables with flags for CMake."""
-CPUS = ("x86_64", "aarch64")
-
-
-def this_cpu() -> str:
-    """This machine's processor kind, such as "x86_64"."""
-    return platform.machine()
 
 
 def find_library(cpu: str | None = None) -> Path | None:
@@ -201,16 +218,3 @@ def _headers(include: Path | None) -> Path:
         if include:
             raise
         return fetch_headers()
-
-
-def cross_compiler(cpu: str) -> dict[str, str]:
-    """CMake's options to compile for `cpu`; {} for this machine."""
-    if cpu == this_cpu():
-        return {}
-    compiler = f"{cpu}-linux-gnu-g++"
-    if shutil.which(compiler) is None:
-        raise PluginBuildError(
-            f"kernels for {cpu} need {compiler}, which is not installed. Install g++-{cpu.replace('_', '-')}-linux-gnu, or build them "
-            f"on such a machine."
-        )
-    return {"CMAKE_SYSTEM_NAME": SYSTEM, "CMAKE_SYSTEM_PROCESSOR": cpu, "CMAKE_CXX_COMPILER": compiler}

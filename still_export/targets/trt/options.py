@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from still_export.errors import ConfigError
 from still_export.options import check_options, check_types, option
+from still_export.targets.trt.plugins import CPUS
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
@@ -48,6 +49,9 @@ class TrtOptions:
     optimization_level: int = field(default=3, metadata={"least": 0, "below": 6})
     tensorrt_include: tuple[str, ...] = option(
         (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
+    )
+    cpu: str | None = option(
+        None, "Processors of the plugins and still_run: x86_64 or aarch64.", shown="this machine's", choices=CPUS
     )
     cuda_include: Path | None = option(
         None, "Folder of cuda_runtime_api.h, which NvInfer.h includes.", shown="the usual places, NVIDIA's packages"

@@ -75,7 +75,14 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")
         build = folder / ".build"
-        build_plugins(build, archive=archive, tensorrt_include=include, cuda_include=trt.cuda_include, runner=True)
+        build_plugins(
+            build,
+            archive=archive,
+            tensorrt_include=include,
+            cuda_include=trt.cuda_include,
+            runner=True,
+            cpu=trt.cpu,
+        )
         for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
             shutil.copyfile(library, folder / library.name)
             trust(library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import struct
@@ -31,6 +32,11 @@ SOURCE = next(
 """The C++ sources: `plugins` in a clone, installed by a wheel as `still_plugins` next to this package."""
 OP_FOLDERS = next((p for p in (ROOT / "kernels/still_kernels", ROOT / "still_kernels") if p.is_dir()), ROOT)
 """Folders of ops, with the spec.py and cpu/ that the sources include."""
+
+
+CPUS = ("x86_64", "aarch64")
+"""Processors that native code is compiled for."""
+SYSTEM = "Linux"
 
 
 class PluginBuildError(StillExportError):
@@ -127,6 +133,7 @@ def build_plugins(
     tensorrt_include: Path | None = None,
     cuda_include: Path | None = None,
     runner: bool = False,
+    cpu: str | None = None,
 ) -> Path:
     """Compile the core and, with TensorRT's headers, its adapter, with CMake.
 
@@ -136,12 +143,14 @@ def build_plugins(
         tensorrt_include: Folder of NvInfer.h, or None for the core only.
         cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None: search for it.
         runner: Also build still_run.
+        cpu: Target processors ("x86_64", "aarch64"); None: this machine's. Others need a cross compiler (aarch64-linux-gnu-g++).
 
     Raises:
         PluginBuildError: CMake, headers or the sources are missing, or the build fails; has the tool's output.
     """
     cuda = cuda_headers(cuda_include) if tensorrt_include else []
-    options = {
+    options: dict[str, Path | str | None] = {
+        **cross_compiler(cpu or this_cpu()),
         "STILL_ARCHIVE": archive,
         "TENSORRT_INCLUDE_DIR": tensorrt_include,
         "CUDA_INCLUDE_DIR": ";".join(str(folder.resolve()) for folder in cuda),
@@ -224,3 +233,21 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         if done.returncode:
             raise PluginBuildError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return build
+
+
+def this_cpu() -> str:
+    """This machine's processor kind, such as "x86_64"."""
+    return platform.machine()
+
+
+def cross_compiler(cpu: str) -> dict[str, str]:
+    """CMake's options to compile for `cpu`; {} for this machine."""
+    if cpu == this_cpu():
+        return {}
+    compiler = f"{cpu}-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        raise PluginBuildError(
+            f"code for {cpu} needs {compiler}, which is not installed. Install g++-{cpu.replace('_', '-')}-linux-gnu, or export "
+            "on such a machine."
+        )
+    return {"CMAKE_SYSTEM_NAME": SYSTEM, "CMAKE_SYSTEM_PROCESSOR": cpu, "CMAKE_CXX_COMPILER": compiler}

@@ -137,7 +137,7 @@ def test_a_distribution_brings_it(
 def test_another_processor_needs_its_compiler(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "this_cpu", lambda: "x86_64")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         PluginBuildError, match=r"aarch64-linux-gnu-g\+\+, which is not installed\. Install g\+\+-aarch64"
