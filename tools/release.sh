@@ -99,7 +99,7 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
     }
     root=$work/aarch64
     [ -e "$root/usr/bin/python3" ] || mmdebstrap -q --mode=root --variant=apt --architectures=arm64 --include=python3,libgomp1 \
-        "$(. /etc/os-release; echo "$VERSION_CODENAME")" "$root"
+        "${STILL_DEBIAN:-$(. /etc/os-release; echo "$VERSION_CODENAME")}" "$root"
     minor=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     rm -rf "$root/opt/site" "$root/opt/trial"
     "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_28 --python-version "$minor" --target "$root/opt/site" \

@@ -3,7 +3,8 @@
     pip wheel --no-deps distributions/kernels                                                   # for this machine
     pip wheel --no-deps distributions/kernels -C--build-option=--plat-name=linux_aarch64        # by a cross compiler
 
-The wheel is tagged with the oldest glibc that has all symbols which the library needs. Everything else is in pyproject.toml.
+The wheel is tagged with glibc 2.28, or the oldest later one that has all symbols which the library needs.
+Everything else is in pyproject.toml.
 """
 
 import json
@@ -22,6 +23,8 @@ from still_export.targets.ort.library import CPUS, LIBRARY, build_library, descr
 from still_export.version import __version__  # noqa: E402
 
 MODULE = "still_export_kernels"
+GLIBC = 28
+"""Minor version of the oldest glibc that a wheel is offered for; ONNX Runtime's own wheels need 2.27 or 2.28."""
 
 
 class Wheel(bdist_wheel):
@@ -30,7 +33,7 @@ class Wheel(bdist_wheel):
     def run(self) -> None:
         cpu = next((cpu for cpu in CPUS if self.plat_name and self.plat_name.endswith(f"_{cpu}")), this_cpu())
         library = build_library(cpu)
-        self.plat_name, self.plat_name_supplied = f"manylinux_2_{oldest_glibc(library)}_{cpu}", True
+        self.plat_name, self.plat_name_supplied = f"manylinux_2_{max(GLIBC, oldest_glibc(library))}_{cpu}", True
         self.distribution.has_ext_modules = lambda: True  # its files belong where compiled ones do
         self.root_is_pure = False
         build = self.get_finalized_command("build")
