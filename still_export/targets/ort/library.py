@@ -145,7 +145,7 @@ def _installed(cpu: str) -> Path | None:
     """The library of still-export-kernels for `cpu`, if it was built from these sources."""
     found = installed_kernels(cpu)
     if found is None or found.sources == sources_digest():
-        return found and found.path
+        return found.path if found else None
     print(
         f"{KERNELS} {found.version} is of other sources than this still-export {__version__}, so its library is not used. "
         f"Run: pip install {KERNELS}=={__version__}.",
