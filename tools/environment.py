@@ -63,8 +63,10 @@ def main(extras: str, beside: str = "", *command: str) -> None:
     """Install what is missing."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = requirements(project, extras.split(","))
-    made_of = [project[part] for part in ("name", "version", "scripts", "entry-points")]
-    files = [Path(name).read_text(encoding="utf-8") for name in ("setup.py", "constraints.txt")]
+    made_of = [project[part] for part in ("name", "scripts", "entry-points")]
+    files = [
+        Path(name).read_text(encoding="utf-8") for name in ("setup.py", "constraints.txt", "still_export/version.py")
+    ]
     key = hashlib.sha256(json.dumps([*made_of, *files]).encode()).hexdigest()
     stamp = set(STAMP.read_text(encoding="utf-8").splitlines()) if STAMP.exists() else set()
     if {key, *wanted} <= stamp:
