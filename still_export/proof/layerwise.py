@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
@@ -47,6 +48,7 @@ class LayerwiseModel:
         prepare: Changes the model before its weights are read.
         dtype: Type of the computation; None: the source's types.
         near: How far from halfway between two 8-bit codes a number of a cache may round either way, at random.
+        scalars: Type to which factors that are Python numbers are rounded, as a graph in that type stores them.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class LayerwiseModel:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         near: float = 0.0,
+        scalars: torch.dtype | None = None,
     ) -> None:
+        self.scalars = scalars
         self.near, self.draws = near, torch.Generator().manual_seed(0)
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
@@ -137,11 +141,14 @@ class LayerwiseModel:
     def states_of(self, index: int) -> dict[str, torch.dtype]:
         """Types of a layer's states by name."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        return {
-            s.name.rpartition(".")[0]: wide if s.dtype == "float32" else getattr(torch, s.dtype)
-            for s in self.table
-            if s.layer == index
-        }
+        names = {s.name for s in self.table if s.layer == index}
+
+        def kind(name: str, dtype: str) -> torch.dtype:
+            of, _, layer = name.rpartition(".")
+            scale = of.endswith("_scale") and f"{of.removesuffix('_scale')}.{layer}" in names
+            return getattr(torch, dtype) if dtype != "float32" or scale else wide
+
+        return {s.name.rpartition(".")[0]: kind(s.name, s.dtype) for s in self.table if s.layer == index}
 
 
 class Passage:
@@ -177,7 +184,8 @@ class Passage:
         of = self._layers
         # PyTorch is the reference, also on a GPU: the package's kernels must not check themselves.
         codes = near_codes(of.near, of.draws) if of.near else nullcontext()
-        with pytorch_forms(), codes, of.layer(self._model, index):
+        scalars = _RoundedScalars(of.scalars) if of.scalars else nullcontext()
+        with pytorch_forms(), codes, scalars, of.layer(self._model, index):
             last = index == of.layers - 1
             layer = _LayerRun(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
@@ -359,6 +367,19 @@ class _Chain:
         """For every call: (hidden states whose logits are needed, its outputs)."""
         for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
             yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
+
+
+class _RoundedScalars(TorchDispatchMode):
+    """Rounds factors that are Python numbers to a type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.div, torch.ops.aten.mul_):
+            args = tuple(float(torch.tensor(x, dtype=self.dtype)) if isinstance(x, float) else x for x in args)
+        return func(*args, **(kwargs or {}))
 
 
 class _Linear:

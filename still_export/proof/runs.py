@@ -247,7 +247,8 @@ def torch_cases(
     computed = torch.float32 if dtype == "float32" else None
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     near = NEAR_CODE if dtype == "float32" else 0.0
-    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device, computed, near)
+    scalars = getattr(torch, stored) if stored and stored != "float32" else None
+    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device, computed, near, scalars)
     cases = TorchCases(manifest, reference, own_run, ranges, words)
     if HEAD in manifest["files"]:
         head = partial(_head, package, options, stored)
