@@ -56,8 +56,8 @@ def linearize(
         str | None,
         typer.Option(
             "--recipe",
-            help="quick, paper, retrieval, or the mixer's own; flags override it.",
-            show_default="quick, or the mixer's own",
+            help="exact, tuned, paper, retrieval, or the mixer's own; flags override it.",
+            show_default="exact, or the mixer's own",
         ),
     ] = None,
     softmax_layers: Annotated[
@@ -168,10 +168,7 @@ def linearize(
     if report is not None and out.first:
         write_report(looks.page(content, str(output), machine(), command_line()), report)
         out.log(f"report to look at: {report}")
-    lines = [
-        looks.trained(content["recipe"], result.to_dict()["stages"]),
-        *([result.plan["said"]] if result.plan else []),
-    ]
+    lines = [*result.said, looks.trained(content["recipe"], result.to_dict()["stages"])]
     lines += [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
     lines += [
         f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"

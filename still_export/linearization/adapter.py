@@ -33,7 +33,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 
 FACTORS = ".window_factor_exponent"
 UNTRAINED_FACTOR = 10_000.0
-"""Window factor of layers with untrained feature maps. Their linear terms do harm, so they get nearly no weight, as in the recipe quick."""
+"""Window factor of layers with untrained feature maps. Their linear terms do harm, so they get nearly no weight."""
 
 
 def own_marks(model: nn.Module) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The budget of a linearization, in the user's words: "loss 2%, state 40%, found 85%, time 15"."""
+"""The budget of a linearization, in the user's words: "loss 2%, state 40%, found 85%, everyday 98%, time 15"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from still_export.errors import ConfigError, unknown
 
 ENTRY = re.compile(r"([a-z]+) (-?\d+(?:\.\d+)?)(%?)")
-RANGES = {"loss": (0.0, 1000.0), "state": (1.0, 100.0), "found": (0.0, 100.0), "time": (1.0, 100_000.0)}
+RANGES = {
+    "loss": (0.0, 1000.0),
+    "state": (1.0, 100.0),
+    "found": (0.0, 100.0),
+    "everyday": (0.0, 100.0),
+    "time": (1.0, 100_000.0),
+}
 """Least and greatest value by key; all but the minutes of `time` are percentages."""
+
+
+MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
+"""Verdicts on a promise."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +32,14 @@ class Budget:
         state: Largest state as a share of the base's key/value cache at the model's context. Infinite: any size, even above the cache, as
             for windows in small models.
         found: Smallest share of the facts found by the base that must also be found.
+        everyday: Smallest share of the base's right answers to everyday questions that the model must also give.
         time: Minutes on this machine from the start to the finished model.
     """
 
     loss: float = 0.02
     state: float = math.inf
     found: float = 0.85
+    everyday: float = 0.98
     time: float = 15.0
 
     @classmethod
@@ -57,9 +69,9 @@ class Budget:
         return cls(**values)
 
     def __str__(self) -> str:
-        limited = [name for name in ("loss", "state", "found") if math.isfinite(getattr(self, name))]
+        limited = [name for name in ("loss", "state", "found", "everyday") if math.isfinite(getattr(self, name))]
         shares = (f"{name} {100 * getattr(self, name):.12g}%" for name in limited)
         return ", ".join([*shares, f"time {self.time:.12g}"])
 
 
-SHOWN = "loss 2%, state 40%, found 85%, time 15"
+SHOWN = "loss 2%, state 40%, found 85%, everyday 98%, time 15"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,14 @@ def fit_seconds(run: LinearizationRun) -> float:
     taken(1, 0)  # allocates
     base, one, two = taken(1, 0), taken(1, 1), taken(2, 1)
     return rows * base + len(layers) * (one - base + (rows - 1) * max(0.0, two - one - base))
+
+
+def peak_memory() -> str:
+    """The most memory that this process used so far, in words."""
+    text = f"memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB"
+    if torch.cuda.is_available():
+        text += f", on the GPU {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+    return text
 
 
 def spoken(seconds: float) -> str:

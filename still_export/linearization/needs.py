@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.linearization.losses import head_losses
-from still_export.linearization.measure import last_hidden
+from still_export.linearization.harms import damages
 from still_export.linearization.recipe import ROW_TOKENS
-from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode
+from still_export.mixers.trainable import SOFTMAX, Trainable, attention_mode
 from still_export.texts.tasks import TaskWriter, task_named
 from still_export.texts.texts import held_out_rows
 
@@ -77,7 +76,7 @@ LOOKS_UP = 0.25
 
 @dataclass(frozen=True)
 class Needs:
-    """Each layer's share of all needs, by the layer's number: `text` (see `text_needs`) and `lookup` (see `lookup_scores`). Layers with a
+    """Each layer's share of all needs, by the layer's number: `text` (see `damages`) and `lookup` (see `lookup_scores`). Layers with a
     window of their own have none."""
 
     text: dict[int, float]
@@ -108,51 +107,10 @@ def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> 
     writer = TaskWriter(run.tokenizer, run.corpus.train)
     lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
     longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
-    text = text_needs(model, attentions, held_out_rows(run.corpus, 1, longest).to(run.accelerator.device))
+    ids = held_out_rows(run.corpus, 1, longest).to(run.accelerator.device)
+    text = damages(model, attentions, ids, (None,))[:, 0].tolist()
     layers = [attention.layer_idx for attention in attentions]
     return Needs(*(dict(zip(layers, shares(values), strict=True)) for values in (text, lookup.tolist())))
-
-
-def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list[float]:
-    """By linearized layer, the second-order change of the loss of ids [1, T] if the layer's softmax became the untrained student's.
-
-    All layers run with the inputs of softmax layers, in both modes. One backward pass weighs the difference by the gradient of the loss. It
-    is squared, because differences in either direction move away from the base's distribution (the empirical Fisher information).
-    """
-    found = [0.0] * len(attentions)
-    hooks = []
-
-    def compare(index: int) -> Any:
-        def hook(module: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            output = result[0] if isinstance(result, tuple) else result
-            if not output.requires_grad:
-                return
-            module.mode = STUDENT
-            with torch.no_grad():
-                student = module.forward(*arguments, **kwargs)
-            module.mode = SOFTMAX
-            change = (student[0] if isinstance(student, tuple) else student) - output.detach()
-
-            def weigh(gradient: Tensor) -> None:
-                found[index] = float((gradient * change).sum(-1).square().sum())
-
-            output.register_hook(weigh)
-
-        return hook
-
-    for index, attention in enumerate(attentions):
-        hooks.append(attention.register_forward_hook(compare(index), with_kwargs=True))  # type: ignore[attr-defined]
-    embeddings = model.get_input_embeddings()
-    hooks.append(embeddings.register_forward_hook(lambda module, kwargs, output: output.requires_grad_(True)))
-    head = model.get_output_embeddings().weight
-    try:
-        with attention_mode(attentions, SOFTMAX), torch.enable_grad():
-            losses = head_losses(last_hidden(model, ids), head, ids.roll(-1, dims=1))
-            losses[:, :-1].sum().backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def shares(values: Sequence[float]) -> list[float]:

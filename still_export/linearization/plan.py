@@ -1,22 +1,26 @@
-"""Choices for a budget: softmax layers and salient tokens from trials, steps from the time, and more softmax if the result is not
-enough."""
+"""Choices for a budget: each layer's tokens from its harms, steps from the time, and more state if the result is not enough."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from still_export.errors import ConfigError
-from still_export.linearization.budget import Budget
-from still_export.linearization.cost import spoken, step_seconds
+from still_export.linearization import harms
+from still_export.linearization.budget import BROKEN, MET, UNMEASURED, Budget
+from still_export.linearization.cost import peak_memory, spoken, step_seconds
+from still_export.linearization.harms import FEWEST, MOST, ROUND, Harms, harms_of
 from still_export.linearization.measure import Measured, Yardstick, last_hidden
-from still_export.linearization.needs import Needs, needs_of
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
@@ -24,8 +28,8 @@ from still_export.mixers.cache import state_table
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
 
 PLAN_FILE = "plan.json"
-DENSEST = 4
-"""Tokens of a chunk per salient token, at most; a quarter of the cache has most of what an untrained student uses."""
+STATE, MORE = 0.45, 0.1
+"""Size of state to try first, if the budget allows it, and its increase where quality is not met; shares of the base's cache."""
 LEFT = 0.8
 """Share of an untrained student's loss that trials expect after a short training. 40 steps of 1,024 tokens left 70% for SmolLM2."""
 LEAST_ROW = 512
@@ -36,47 +40,50 @@ PROBE = 256
 MEASURING = 0.4
 """Largest share of the time for measuring: the base, the trials' text and the result, MEASUREMENTS full measurements in all."""
 MEASUREMENTS = 3.4
-PASSES = 4
-"""A training step takes at least as long as so many forward passes: the teacher's, the student's, and its gradients."""
+HARMS = 0.25
+"""Largest share of the time for harms, beyond their fewest rounds."""
+EVERYDAY, PER_QUESTION = 0.2, 220
+"""Largest share of the time for everyday questions; tokens of one for base and model, a generated one counted twice."""
 FULL_RATE_STEPS = 40
 """Most steps that are trained at the recipe's rate; longer trainings have a lower rate."""
 RATE_FALLS = 0.3
 """Exponent of the rate's decrease with steps: ten times as many have half the rate."""
-FEW_STEPS = 100
-"""Steps to advise if the budget has no time for training."""
 RESERVED = 1.5
-"""Final measurements to reserve time for; some runs keep more layers and measure again."""
+"""Final measurements to reserve time for; some runs keep more tokens and measure again."""
 
 
 @dataclass(frozen=True)
 class BudgetPlan:
     """The result of the trials.
 
-    needs: Of all layers. count: Number of top-ranked layers that stay softmax. most: Largest such number for the state. salient: Tokens per
-    chunk. base: Results of the base. tried: Results of the untrained student. steps: Of training. tokens: Read by a measurement; 0: all.
+    harms: Of all layers. share: Size of state to spend, as a share of the base's cache. base: Results of the base. tried: Results of the
+    untrained student. steps: Of training. tokens: Read by a measurement; 0: all. questions: Everyday questions to ask; None: all.
     """
 
-    needs: Needs
-    count: int
-    most: int
-    salient: int
+    harms: Harms
+    share: float
     base: Measured
     tried: Measured
     steps: int = 0
     tokens: int = 0
+    questions: int | None = None
 
     @classmethod
     def read(cls, text: str) -> BudgetPlan:
         """Parse the output of `json.dumps(asdict(plan))`."""
         values = json.loads(text)
         for name in ("base", "tried"):
-            bits = {int(context): value for context, value in values[name]["bits"].items()}
-            values[name] = Measured(**{**values[name], "bits": bits})
-        return cls(**{**values, "needs": Needs.read(values["needs"])})
+            values[name] = read_measured(values[name])
+        return cls(**{**values, "harms": Harms.read(values["harms"])})
 
     def expected(self) -> float:
         """Largest expected increase of bits per byte, as a share."""
         return max(0.0, (LEFT if self.steps else 1.0) * worst(self.tried, self.base))
+
+
+def read_measured(values: dict[str, Any]) -> Measured:
+    """From JSON, whose keys are texts."""
+    return Measured(**{**values, "bits": {int(context): value for context, value in values["bits"].items()}})
 
 
 class Planner:
@@ -91,205 +98,246 @@ class Planner:
         self.reading = time.monotonic() - run.started
         self.requested = run.recipe
         self.stick = Yardstick(run.corpus, run.tokenizer, run.context)
-        least = self.state(0, 1)
+        self.chunk = run.still.chunk_size
+        self._base_size = self._size(dict.fromkeys(run.replaceable, self.chunk))
+        few = Harms(self.chunk, [], {}, {}).choices
+        self.prices = {
+            k: (self._size(dict.fromkeys(run.replaceable, k)) - self._base_size) / len(run.replaceable) for k in few
+        }
+        least = 1 + len(run.replaceable) * min(self.prices.values()) / self._base_size
         if least > self.budget.state:
             raise ConfigError(
-                f"--budget {self.requested.budget!r}: a state of {self.budget.state:.0%} is impossible; with no softmax layer and one "
-                f"salient token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
+                f"--budget {self.requested.budget!r}: a state of {self.budget.state:.0%} is impossible; with no softmax layer and "
+                f"{few[0]} of {self.chunk} tokens salient it is {least:.0%} of the base's cache at {run.context:,} tokens."
             )
         path = run.work / PLAN_FILE
         if run.accelerator.is_main_process and not path.is_file():
             path.write_text(json.dumps(asdict(self._plan())), encoding="utf-8")
         run.accelerator.wait_for_everyone()
         self.plan = BudgetPlan.read(path.read_text(encoding="utf-8"))
+        run.questions = self.plan.questions
         if self.plan.tokens:
             self.stick.keep(self.plan.tokens)
-        run.adopt(self.recipe(self.plan, self.plan.count))
-        chosen = ", ".join(map(str, sorted(self.plan.needs.ranked()[: self.plan.count])))
+        chosen = self.spend(self.plan, self.plan.share)
+        run.adopt(self.recipe(self.plan, chosen))
         run.log(
-            f"plan: {self.plan.count} of {run.described} softmax ({chosen}), {self.plan.salient} of {run.still.chunk_size} tokens "
-            f"salient, state {self.state(self.plan.count, self.plan.salient):.0%} of the base's cache at {run.context:,} tokens; "
-            f"{self.plan.steps} steps of {run.recipe.row_tokens:,} tokens; expected: bits per byte {self.plan.expected():+.1%} at most"
+            f"plan: {self.told(chosen)}; {self.plan.steps} steps of {run.recipe.row_tokens:,} tokens; expected: bits per byte "
+            f"{self.plan.expected():+.1%} at most"
         )
 
-    def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
-        """The recipe of a plan with `count` softmax layers, and a rate for its steps."""
-        softmax = plan.needs.ranked()[:count]
-        types = self.run.types(softmax)
-        rate = self.requested.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
-        return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
+    def told(self, chosen: Mapping[int, int]) -> str:
+        """A choice in words."""
+        softmax = softmax_of(chosen, self.chunk)
+        few = sorted({k for k in chosen.values() if k < self.chunk}) or [self.chunk]
+        between = str(few[0]) if few[0] == few[-1] else f"{few[0]} to {few[-1]}"
+        return (
+            f"{len(softmax)} of {self.run.described} softmax ({', '.join(map(str, softmax)) or 'none'}), {between} of {self.chunk} tokens "
+            f"salient, state {self.state(chosen):.0%} of the base's cache at {self.run.context:,} tokens"
+        )
 
-    def _trial(self, salient: int) -> Recipe:
+    def spend(self, plan: BudgetPlan, share: float) -> dict[int, int]:
+        """Salient tokens of each layer for a share of the base's cache."""
+        return plan.harms.spend((share - 1) * self._base_size, self.prices)
+
+    def recipe(self, plan: BudgetPlan, chosen: Mapping[int, int]) -> Recipe:
+        """The recipe of a plan with these salient tokens, and a rate for its steps."""
+        rate = self.requested.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
+        types, few = self._layers(chosen)
+        return replace(
+            self._trial(), layer_types=types, salient_by_layer=few, finetune_steps=plan.steps, finetune_rate=rate
+        )
+
+    def _layers(self, chosen: Mapping[int, int]) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+        """Types of all layers, and their salient tokens; softmax layers and windows have the default."""
+        few = {layer: k for layer, k in chosen.items() if k < self.chunk}
+        row = tuple(few.get(layer, self.requested.salient_per_chunk) for layer in range(self.run.layers))
+        return self.run.types(softmax_of(chosen, self.chunk)), row if few else None
+
+    def _trial(self) -> Recipe:
         """The recipe with all layers linearized."""
         recipe = self.requested if self.requested.row_tokens >= LEAST_ROW else replace(self.requested, retrieval=0.0)
-        return replace(recipe, budget="", salient_per_chunk=salient)
+        return replace(recipe, budget="")
 
-    def state(self, count: int, salient: int) -> float:
-        """State size of a student with `count` softmax layers at the model's context, relative to the base's cache."""
+    def _size(self, chosen: Mapping[int, int]) -> int:
+        """Bytes of state at the model's context."""
+        config = copy.copy(self.run.geometry)
+        types, few = self._layers(chosen)
+        config.still_config = replace(self.run.still, layer_types=types, salient_by_layer=few).to_dict()
+        table = state_table(config, torch.float16)
+        return table.size_bytes(1, table.rows(self.run.context))
 
-        def size(softmax: int) -> int:
-            config = copy.copy(self.run.geometry)
-            types = self.run.types(self.run.replaceable[:softmax])
-            config.still_config = replace(self.run.still, layer_types=types, salient_per_chunk=salient).to_dict()
-            table = state_table(config, torch.float16)
-            return table.size_bytes(1, table.rows(self.run.context))
-
-        return size(count) / size(len(self.run.replaceable))
-
-    def _room(self, least: int) -> tuple[int, int]:
-        """Returns (salient tokens per chunk, softmax layers that fit): the most tokens with room for `least` layers, if any fit."""
-        layers, salient = len(self.run.replaceable), max(1, self.run.still.chunk_size // DENSEST)
-        while True:
-            most = max((n for n in range(layers + 1) if self.state(n, salient) <= self.budget.state), default=-1)
-            if most >= least or salient == 1:
-                return salient, max(most, 0)
-            salient //= 2
+    def state(self, chosen: Mapping[int, int]) -> float:
+        """State size at the model's context, relative to the base's cache, windows counted in both."""
+        return self._size(chosen) / self._base_size
 
     def _plan(self) -> BudgetPlan:
         run, log = self.run, self.run.log
-        run.adopt(self._trial(max(1, run.still.chunk_size // DENSEST)))
+        run.adopt(self._trial())
         model = run.load_base().to(run.accelerator.device)
         attentions = make_students(model)
-        tokens = self._fit_yardstick(model, attentions)
-        log("measuring what each layer needs")
-        needs = needs_of(run, model, attentions)
-        set_modes(attentions, run.replaceable)
+        tokens, questions = self._fit_yardstick(model, attentions)
+        measured = self._harms(model, attentions)
+        set_layers(attentions, {})
         with run.accelerator.autocast():
             base = self.stick.measured(model)
         losses = ", ".join(f"{bits:.4f} at {context:,}" for context, bits in base.bits.items())
         log(f"base: bits per byte {losses}; finds {base.found} of {base.asked} facts")
-        count = min(needs.looking(), max(1, len(run.replaceable) // 4))
-        salient, most = self._room(count)
-        if salient != run.recipe.salient_per_chunk:
-            run.adopt(self._trial(salient))
-            model = run.load_base().to(run.accelerator.device)
-            attentions = make_students(model)
-        count = min(count, most)
-        for trial in range(TRIALS):
+        plan = BudgetPlan(measured, min(STATE, self.budget.state), base, base, tokens=tokens, questions=questions)
+        left = LEFT if self.requested.finetune_steps else 1.0
+        for _ in range(TRIALS):
             begin = time.monotonic()
-            set_modes(attentions, needs.ranked()[:count])
+            chosen = self.spend(plan, plan.share)
+            set_layers(attentions, chosen)
             with run.accelerator.autocast():
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
-            log(f"trial: {count} of {run.described} softmax, untrained: {tried.compared(base)}")
-            plan = BudgetPlan(needs, count, most, salient, base, tried, tokens=tokens)
-            expected = LEFT * worst(tried, base)
-            if expected <= self.budget.loss or count == most:
+            log(f"trial: {self.told(chosen)}, untrained: {tried.compared(base)}")
+            plan = replace(plan, tried=tried)
+            if left * worst(tried, base) <= self.budget.loss or not self._more(plan.share):
                 break
-            if trial < TRIALS - 1:
-                count = self.more(plan, count, expected)
+            plan = replace(plan, share=self._more(plan.share))
         del model, attentions
         return replace(plan, steps=self._steps(plan, seconds))
 
-    def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
-        """Use fewer tokens if all would take more than MEASURING of the time; returns the number of tokens, 0: all."""
-        set_modes(attentions, self.run.replaceable)
+    def _more(self, share: float) -> float:
+        """The next size of state to try; 0: the budget has none."""
+        most = min(1.0, self.budget.state)
+        return min(share + MORE, most) if share < most else 0.0
+
+    def _harms(self, model: Any, attentions: list[Trainable]) -> Harms:
+        """Those of an earlier call for the same base and text, from as many rounds or more; or measured, and kept for later calls."""
+        run, rounds = self.run, self._rounds
+        what = [run.base_weights, run.context, str(run.still.to_dict()), run.recipe.seed]
+        code = Path(harms.__file__).read_bytes()
+        what += [hashlib.sha256(part).hexdigest() for part in (run.corpus.train.tobytes(), code)]
+        path = kept_folder() / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
+        try:
+            known = Harms.read(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            known = None
+        if known is not None and known.rounds >= rounds:
+            run.log(f"what each layer loses was measured before: {path}")
+            return known
+        run.log(f"measuring what each layer loses, in {rounds} rounds")
+        found = harms_of(run, model, attentions, rounds)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found.to_dict()), encoding="utf-8")
+        except OSError as error:
+            run.log(f"what each layer loses is not kept for another call: {error}")
+        return found
+
+    def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> tuple[int, int | None]:
+        """Use fewer tokens and questions if all would take more than their share of the time; returns (tokens, 0: all; questions, None:
+        all)."""
+        set_layers(attentions, {})
         ids = self.stick.rows[0][:, :PROBE]
         for _ in range(2):  # the first run allocates
             begin = time.monotonic()
             with torch.no_grad(), self.run.accelerator.autocast():
                 float(last_hidden(model, ids.to(self.run.accelerator.device)).sum())
         speed = ids.numel() / (time.monotonic() - begin)
-        self._demand_time(PASSES * self.run.recipe.row_tokens * self.run.recipe.batch_size / speed)
-        whole, tokens = self.stick.tokens, int(speed * MEASURING * 60 * self.budget.time / MEASUREMENTS)
+        seconds = 60 * self.budget.time
+        self._rounds = min(MOST, max(FEWEST, int(HARMS * seconds * speed / ROUND)))
+        asked = int(speed * EVERYDAY * seconds / PER_QUESTION)
+        questions = None if asked >= 1000 else max(1, asked)
+        whole, tokens = self.stick.tokens, int(speed * MEASURING * seconds / MEASUREMENTS)
         if tokens >= whole:
-            return 0
+            return 0, questions
         self.stick.keep(tokens)
         self.run.log(
             f"measuring {whole:,} tokens would take {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so "
             f"{self.stick.tokens:,} are measured: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
         )
-        return max(1, tokens)
-
-    def _demand_time(self, step_s: float, lacking_s: float | None = None) -> None:
-        """Raise ConfigError if the budget leaves no time for a step of `step_s`, `lacking_s` short of it (None: before measuring)."""
-        whole = 60 * self.budget.time
-        if lacking_s is None:
-            lacking_s = time.monotonic() - self.run.started + self.reading + step_s - (1 - MEASURING) * whole
-        if not self.requested.finetune_steps or lacking_s <= 0:
-            return
-        steps = min(FEW_STEPS, self.requested.finetune_steps)
-        enough = math.ceil((whole + (lacking_s + steps * step_s) / (1 - MEASURING)) / 60)
-        raise ConfigError(
-            f"--budget {self.requested.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some "
-            f"{step_s:.1f} s here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
-        )
-
-    def more(self, plan: BudgetPlan, count: int, loss: float) -> int:
-        """Number of softmax layers that should reduce `loss`, measured with `count`, to the budget, by the needs of the remaining
-        layers."""
-        aim = plan.needs.text_left(count) * self.budget.loss / loss if loss > 0 else 0.0
-        enough = (n for n in range(count + 1, plan.most + 1) if plan.needs.text_left(n) <= aim)
-        return min(next(enough, plan.most), plan.most)
+        return max(1, tokens), questions
 
     def _steps(self, plan: BudgetPlan, seconds: float) -> int:
         """Steps that fit into the time; `seconds`: time to measure a student's text."""
-        run = self.run
-        if plan.count == len(run.replaceable):
+        run, chosen = self.run, self.spend(plan, plan.share)
+        if not self.requested.finetune_steps or len(softmax_of(chosen, self.chunk)) == len(chosen):
             return 0
-        run.adopt(self.recipe(plan, plan.count))
+        run.adopt(self.recipe(plan, chosen))
         question_share = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(
             row.numel() for row in self.stick.rows
         )
         step = step_seconds(run, "LoRA")
         # Writing the model takes about as long as reading the base.
         self.until = (
-            run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + question_share) * seconds - step
+            run.started
+            + 60 * self.budget.time * (1 - EVERYDAY)
+            - self.reading
+            - RESERVED * (1 + question_share) * seconds
+            - step
         )
         steps = max(0, min(self.requested.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
         if not steps:
-            self._demand_time(step, time.monotonic() - self.until)
+            run.log(
+                f"no time is left to train: a step takes {step:.1f} s here, beside reading and measuring. The untrained model is written; "
+                f"--budget with a longer time trains it, and what was measured is kept"
+            )
         run.log(
-            f"cost: {steps} steps of {step:.1f} s, {spoken(steps * step)} of the {self.budget.time:g} minutes in all"
+            f"cost: {steps} steps of {step:.1f} s, {spoken(steps * step)} of the {self.budget.time:g} minutes in all; {peak_memory()}"
         )
         return steps
 
     def settle(self, model: Any, attentions: list[Trainable]) -> dict[str, Any]:
-        """Measure the trained `model` and keep more layers softmax until the budget is met. Returns promises and results."""
-        run, plan, count = self.run, self.plan, self.plan.count
+        """Measure the trained `model` and spend more state until the budget is met. Returns promises and results."""
+        run, plan, share = self.run, self.plan, self.plan.share
         least = math.ceil(self.budget.found * plan.base.found)
         while True:
-            softmax = plan.needs.ranked()[:count]
-            set_modes(attentions, softmax)
-            forget_lora(model, softmax)
+            chosen = self.spend(plan, share)
+            set_layers(attentions, chosen)
+            forget_lora(model, softmax_of(chosen, self.chunk))
+            begin = time.monotonic()
             with run.accelerator.autocast():
                 reached = self.stick.measured(model)
-            loss = worst(reached, plan.base)
+            loss, seconds = worst(reached, plan.base), time.monotonic() - begin
             met = loss <= self.budget.loss and reached.found >= least
-            run.log(f"reached with {count} of {run.described} softmax: {reached.compared(plan.base)}")
-            if met or count == plan.most:
+            run.log(f"reached with {self.told(chosen)}: {reached.compared(plan.base)}")
+            if met or not self._more(share):
                 break
-            wanted = count + max(1, len(run.replaceable) // 10) if reached.found < least else 0
-            if loss > self.budget.loss:
-                wanted = max(wanted, self.more(plan, count, loss))
-            count = min(wanted, plan.most)
-            run.log(f"that exceeds the budget ({self.budget}), so {count} layers stay softmax")
-        run.adopt(self.recipe(plan, count))
-        state, minutes = self.state(count, plan.salient), (time.monotonic() - run.started) / 60
+            if time.monotonic() + seconds > run.started + 60 * self.budget.time - self.reading:
+                run.log("no time is left to try more state")
+                break
+            share = self._more(share)
+            run.log(f"that exceeds the budget ({self.budget}), so the state grows to {share:.0%} of the base's cache")
+        run.adopt(self.recipe(plan, chosen))
+        state, minutes = self.state(chosen), (time.monotonic() - run.started) / 60
         promises = limits_met(self.budget, plan.base, reached, state, minutes)
         return {
             "budget": str(self.budget),
+            "everyday": self.budget.everyday,
             "expected_loss": plan.expected(),
             "base": asdict(plan.base),
             "reached": asdict(reached),
             "loss": loss,
             "state": state,
-            "softmax_layers": sorted(plan.needs.ranked()[:count]),
+            "softmax_layers": softmax_of(chosen, self.chunk),
+            "salient": [chosen.get(layer, 0) for layer in range(run.layers)],
             "minutes": minutes,
+            "processor_seconds": time.process_time(),
+            "load": os.getloadavg()[0] / (os.cpu_count() or 1),
             "promises": promises,
-            "met": all(promise == MET for promise in promises.values()),
-            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.described} "
-            f"softmax, state {state:.0%} of the base's cache at {run.context:,} tokens, {minutes:.1f} minutes. Promised {self.budget}: "
-            + ", ".join(f"{name} {promise}" for name, promise in promises.items()),
+            "said": f"{reached.compared(plan.base)}{'' if reached.asked else '; no question was asked'}; {self.told(chosen)}; "
+            f"{minutes:.1f} minutes ({time.process_time():,.0f} processor seconds, load {os.getloadavg()[0]:.1f} on "
+            f"{os.cpu_count()} cores), {peak_memory()}",
         }
+
+
+def softmax_of(chosen: Mapping[int, int], chunk: int) -> list[int]:
+    """Layers whose whole chunks are salient."""
+    return sorted(layer for layer, salient in chosen.items() if salient >= chunk)
+
+
+def kept_folder() -> Path:
+    """Where measurements of bases are kept for later calls."""
+    named, own = os.environ.get("STILL_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else (Path(own) if own else Path.home() / ".cache") / "still-export") / "linearize"
 
 
 def worst(student: Measured, base: Measured) -> float:
     """Largest relative increase of bits per byte over the base."""
     return max(student.losses(base).values())
-
-
-MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
 
 
 def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
@@ -306,10 +354,14 @@ def limits_met(budget: Budget, base: Measured, reached: Measured, state: float, 
     return {"loss": verdicts["loss"], "state": verdicts["state"], "found": found, "time": verdicts["time"]}
 
 
-def set_modes(attentions: list[Trainable], softmax: Any) -> None:
-    """Set the layers with the numbers `softmax` to teacher mode, all others to student mode."""
+def set_layers(attentions: list[Trainable], chosen: Mapping[int, int]) -> None:
+    """Set layers to student mode with `chosen` salient tokens per chunk; those with a whole chunk, and others, to teacher mode."""
     for attention in attentions:
-        attention.mode = SOFTMAX if attention.layer_idx in softmax else STUDENT
+        still: Any = attention.still  # type: ignore[attr-defined]
+        salient = chosen.get(attention.layer_idx, still.chunk_size)
+        attention.mode = SOFTMAX if salient >= still.chunk_size else STUDENT
+        if salient < still.chunk_size:
+            attention.still = replace(still, salient_per_chunk=salient)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -46,7 +46,11 @@ OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse"
 
 ROW_TOKENS = 1024
 """Default tokens of a row, if the model's context is long enough."""
-DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
+NO_LINEAR_PART = "none"
+"""Feature map of layers that attend to the window and salient tokens only."""
+NO_FEATURES = {"feature_map": "relu", "feature_dim": 16, "gate": "none"}
+"""Their settings: with weights of zero, the fewest features that kernels have are all zero."""
+DEFAULT_PRESETS = {mixer: "exact" if mixer == "still" else mixer for mixer in LINEARIZERS}
 """Default recipe by mixer."""
 
 
@@ -60,8 +64,8 @@ class Recipe:
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
     budget: str = option(
         "",
-        'Limits for the result, as "loss 2%, state 40%, found 85%, time 15": softmax layers, salient tokens and steps are then chosen '
-        "by trials, and the result is measured.",
+        'Limits for the result, as "loss 2%, state 40%, found 85%, everyday 98%, time 15": softmax layers, salient tokens and steps are '
+        "then chosen by trials, and the result is measured.",
     )
     texts: tuple[str, ...] = option(
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
@@ -73,7 +77,7 @@ class Recipe:
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
     salient_by_layer: tuple[int, ...] | None = option(None, "Salient tokens per chunk, one number for each layer.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
-    feature_map: str = option("np_softmax_pm", "Feature map of the linear part.")
+    feature_map: str = option("np_softmax_pm", "Feature map of the linear part; none: there is no linear part.")
     capacity_tokens: int | None = option(None, "Longest sequence; default: the model's own.")
     window_factors: tuple[float, ...] | None = option(
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
@@ -168,6 +172,9 @@ class Recipe:
     validation_rows: int = option(8, "Rows of a validation.", least=1)
     patience: int = option(3, "Validations without improvement that end a stage; 0 = never.", least=0)
     checkpoint_every: int = option(100, "Steps between checkpoints.", least=1)
+    everyday_questions: int | None = option(
+        None, "Everyday questions to ask base and model; default: as many as the time allows.", least=0
+    )
     device: str = option("auto", "auto or cpu.", choices=("auto", "cpu"))
 
     def __post_init__(self) -> None:
@@ -224,6 +231,13 @@ class Recipe:
             for name in FINDERS:
                 if (file := getattr(self, name)) is not None:
                     raise ConfigError(f"--{name} {file} defines which layers stay softmax: leave out --layer-types.")
+        if self.feature_map == NO_LINEAR_PART:
+            trained = ("transfer_steps", "window_factors", "learn_window_factors", "low_rank_gates", "finetune_maps")
+            both = [flag_of(type(self), name) for name in trained if getattr(self, name) not in (None, False, 0)]
+            if both:
+                raise ConfigError(
+                    f"{', '.join(both)} beside --feature-map none: there is no linear part to train or to weigh."
+                )
         if self.mixer == "still":
             return
         if not LINEARIZERS[self.mixer].trained and self.transfer_steps:
@@ -294,6 +308,7 @@ class Recipe:
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
         values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)} | means_of(self.block_size)
+        values |= NO_FEATURES if self.feature_map == NO_LINEAR_PART else {}
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
         for _, found in self.found(layers):

@@ -19,18 +19,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from still_export.errors import ConfigError
+from still_export.evaluation.everyday import everyday_replies, fitting
 from still_export.linearization import adapter
+from still_export.linearization.budget import BROKEN, MET, UNMEASURED, Budget
 from still_export.linearization.folder import rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
-from still_export.linearization.recipe import Recipe
+from still_export.linearization.recipe import NO_LINEAR_PART, Recipe
 from still_export.linearization.run_folder import RunFolder
 from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.mixers.layers import FULL, WINDOWED
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.staging import staged_folder
+from still_export.texts.everyday import Everyday, compared
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TaskWriter, Weighing
 from still_export.texts.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
@@ -53,16 +57,44 @@ class Linearization:
     bits_per_byte: Of the held-out text by the teacher, the student after stage 1 without LoRA (if known), and the student.
     stages: Report of each stage that ran.
     plan: A budget's promises and results; None: there was no budget.
+    everyday: Replies of the written model to everyday questions beside the base's.
     """
 
     folder: Path
     bits_per_byte: dict[str, float]
     stages: list[StageReport]
     plan: dict[str, Any] | None = None
+    everyday: Everyday | None = None
+
+    @property
+    def promised(self) -> float:
+        """Share of the base's right everyday answers that was promised."""
+        return self.plan["everyday"] if self.plan else Budget().everyday
+
+    @property
+    def promises(self) -> dict[str, str]:
+        """Each promise as met, NOT met or NOT MEASURED."""
+        share = None if self.everyday is None else self.everyday.share
+        kept = UNMEASURED if share is None else MET if share >= self.promised else BROKEN
+        return {**(self.plan["promises"] if self.plan else {}), "everyday": kept}
+
+    @property
+    def said(self) -> list[str]:
+        """The verdict in words, first what was not met."""
+        broken = [name for name, verdict in self.promises.items() if verdict == BROKEN]
+        asked = self.plan["budget"] if self.plan else f"everyday {self.promised:.0%}"
+        lines = [f"NOT met: {', '.join(broken)}. Promised: {asked}."] if broken else []
+        lines += [self.everyday.said()] if self.everyday else []
+        lines += [self.plan["said"]] if self.plan else []
+        others = ", ".join(f"{name} {verdict}" for name, verdict in self.promises.items())
+        return [*lines, f"Promised {asked}: {others}"]
 
     def to_dict(self) -> dict[str, Any]:
         stages = [asdict(stage) for stage in self.stages]
-        return {"bits_per_byte": self.bits_per_byte, "stages": stages, **({"plan": self.plan} if self.plan else {})}
+        met = all(verdict == MET for verdict in self.promises.values())
+        plan = {"plan": {**self.plan, "promises": self.promises, "met": met, "said": self.said}} if self.plan else {}
+        everyday = {"everyday": asdict(self.everyday)} if self.everyday else {}
+        return {"bits_per_byte": self.bits_per_byte, "stages": stages, "promises": self.promises, **everyday, **plan}
 
 
 class LinearizationRun:
@@ -75,6 +107,7 @@ class LinearizationRun:
         self.output, self.accelerator = output, accelerator
         self.progress, self.log = progress, log
         self.folder = RunFolder(output)
+        self.questions: int | None = None  # everyday questions to ask; None: all
         self.work = self.folder.work
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
@@ -139,6 +172,8 @@ class LinearizationRun:
             parameter.requires_grad_(False)
             if name.endswith(".g_proj.bias"):
                 parameter.fill_(FRESH_GATE_BIAS)
+            if ".feature_" in name and self.recipe.feature_map == NO_LINEAR_PART:
+                parameter.zero_()
         if self.accelerator.device.type == "cuda":
             demand_kernels(model)
         if self.start:
@@ -150,7 +185,7 @@ class LinearizationRun:
         values = self.recipe.to_dict()
         for name in (
             *("device", "checkpoint_every", "micro_batch_size", "gradient_checkpointing", "precision"),
-            *("adapter_dtype", "texts", "base", "tokenizer", "start", "chat_file"),
+            *("adapter_dtype", "texts", "base", "tokenizer", "start", "chat_file", "everyday_questions"),
         ):
             del values[name]
         tokens = hashlib.sha256(self.corpus.train.tobytes())
@@ -370,6 +405,19 @@ class LinearizationRun:
             result["after LoRA"] = bits(STUDENT)
         return result
 
+    def everyday(self, model: Any) -> Everyday:
+        """Replies to everyday questions by `model`, as it was written, and by the base."""
+        most = self.questions if self.recipe.everyday_questions is None else self.recipe.everyday_questions
+        wanted = fitting(self.tokenizer, self.context, most)
+        self.log(f"asking {len(wanted)} everyday questions")
+        full = StillConfig(layer_types=(FULL,) * self.layers)
+        found = []
+        for one in (load_model(self.recipe.base, attach_untrained=True, still_config=full, dtype=torch.float32), model):
+            one = one.to(self.accelerator.device, torch.float32).eval()
+            found.append(everyday_replies(one, self.tokenizer, wanted) if wanted else [])
+            one.to("cpu")
+        return compared(wanted, found[1], found[0])
+
     def write(self, result: Linearization, command: str) -> None:
         """Write adapter (unless empty), model, tokenizer and report atomically; the work folder stays."""
         self.log("writing the model")
@@ -391,6 +439,7 @@ class LinearizationRun:
             else:  # nothing was trained, and the layers have no parameters of their own
                 model = load_model(self.recipe.base, attach_untrained=True, still_config=still)
             save_model(model, self.tokenizer, folder)
+            result.everyday = self.everyday(model)
             content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
             (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

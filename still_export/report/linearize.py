@@ -10,7 +10,13 @@ from still_export.report.description import Bars, Lines, Plot, Plots, Report, Ta
 POINTS = 400
 """Most points of a curve; longer ones are averaged to so many."""
 
-PROMISES = {"loss": "quality lost", "state": "size of the state", "found": "facts found in long inputs", "time": "time"}
+PROMISES = {
+    "loss": "quality lost",
+    "state": "size of the state",
+    "found": "facts found in long inputs",
+    "time": "time",
+    "everyday": "the base's right answers to everyday questions",
+}
 WITH_MAPS = ("gla", "gdn")
 """Mixers that train their own weights in addition to LoRA."""
 NAMES = {"transfer": "Stage 1, attention transfer", "finetune": "Stage 2, LoRA"}
@@ -77,7 +83,7 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
         verdict=f"Bits per byte of held-out text: {scores}. Training took {seconds:,.0f} s.",
         findings=[trained(content["recipe"], stages), _softmax(content)],
         parts=[
-            *([_promises(content["plan"])] if content.get("plan") else []),
+            *([_promises(content["plan"], content.get("everyday"))] if content.get("plan") else []),
             Plots("Training", plots),
             *([Table("Cost", columns, rows)] if rows else []),
             Table("Recipe", ["option", "value"], recipe, folded=True),
@@ -113,7 +119,7 @@ def _softmax(content: Mapping[str, Any]) -> str:
     return f"Layers that stay softmax: {', '.join(map(str, layers)) or 'none'}."
 
 
-def _promises(plan: dict[str, Any]) -> Table:
+def _promises(plan: dict[str, Any], everyday: dict[str, int] | None) -> Table:
     """The promises of a budget, what was reached, and the verdict."""
     base, reached = plan["base"], plan["reached"]
     values = {
@@ -121,6 +127,9 @@ def _promises(plan: dict[str, Any]) -> Table:
         "state": f"{plan['state']:.0%} of the base's cache",
         "found": f"{reached['found']} of {reached['asked']} facts, the base {base['found']}",
         "time": f"{plan['minutes']:.1f} minutes",
+        "everyday": f"{everyday['kept']} of {everyday['base_right']} kept, {everyday['same']} of {everyday['asked']} the same text"
+        if everyday
+        else "",
     }
     requested = dict(part.split(" ", 1) for part in plan["budget"].split(", "))
     requested["time"] += " minutes"

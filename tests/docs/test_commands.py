@@ -58,6 +58,7 @@ ELSEWHERE = {
     "still-export BLOCKS --to onnx --native --arch sm_90 --dtype float16 --capacity-tokens 33024 -o PACKAGE": Elsewhere(
         REAL
     ),
+    "still-export BASE --overlay STILL/adapter --overlay TASK --to onnx -o PACKAGE": Elsewhere("needs LoRA of a task"),
     "still-export MODEL --vision -o VISION": Elsewhere(VISION),
     "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
@@ -128,7 +129,7 @@ SLOW = {
 """Commands that take long; they run in the slow test, with all others."""
 
 
-OF_ANOTHER_MODEL = {"still-export linearize BASE --text corpus.txt -o FIRST"}
+OF_ANOTHER_MODEL = {"still-export linearize BASE -o FIRST"}
 """Commands whose lines are a real model's, which the page says; the last one is any model's."""
 
 

@@ -83,7 +83,7 @@ def test_the_wheel_is_one_for_an_index(installed: Installed) -> None:
         "still_export/py.typed",
         "still_export/report/page.html",
         "still_export/texts/words.json",
-        "still_export/linearization/recipes/quick.yaml",
+        "still_export/linearization/recipes/exact.yaml",
         "still_plugins/write_op_specs.py",
         "still_plugins/CMakeLists.txt",
         "still_kernels/causal_conv/cpu/node.cpp",

@@ -65,6 +65,7 @@ def small_values(base: Path, text: Path) -> dict[str, Any]:
         checkpoint_every=2,
         patience=0,
         device="cpu",
+        everyday_questions=2,
     )
 
 

@@ -89,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     measure.QUESTIONS.update({1024: 40, 4096: 40})
     given = {"base": options.base, "texts": tuple(options.text), "budget": "", "salient_per_chunk": 16}
-    recipe = read_recipe(preset("quick"), given)
+    recipe = read_recipe(preset("tuned"), given)
     settings = {text: changes_in(text) for text in options.set or [""]}
 
     def begin(name: str, changes: dict[str, Any]) -> LinearizationRun:

@@ -30,17 +30,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipes_of_the_package() -> None:
-    assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "allmem", "blocks", "moh"}
+    assert set(presets()) == {
+        "exact",
+        "tuned",
+        "paper",
+        "retrieval",
+        "liger-gla",
+        "gla",
+        "gdn",
+        "allmem",
+        "blocks",
+        "moh",
+    }
     paper = read_recipe(preset("paper"), {})
     assert paper == Recipe(), "the options' defaults are the paper's"
-    quick = read_recipe(preset("quick"), {"finetune_rate": 7e-4})
-    assert quick.finetune_rate == 7e-4 and Budget.read(quick.budget) == Budget()
+    tuned = read_recipe(preset("tuned"), {"finetune_rate": 7e-4})
+    assert tuned.finetune_rate == 7e-4 and Budget.read(tuned.budget) == Budget()
+    exact = read_recipe(preset("exact"), {})
+    assert not exact.finetune_steps and not exact.transfer_steps and Budget.read(exact.budget).found == 0.95
     assert read_recipe(preset("retrieval"), {}).natural
     with pytest.raises(
         ConfigError,
-        match=r"known: allmem, blocks, gdn, gla, liger-gla, moh, paper, quick, retrieval. Did you mean 'quick'",
+        match=r"known: allmem, blocks, exact, gdn, gla, liger-gla, moh, paper, retrieval, tuned. Did you mean 'exact'",
     ):
-        preset("quik")
+        preset("exac")
 
 
 def test_rows_fit_the_model() -> None:
@@ -57,22 +70,24 @@ def test_rows_fit_the_model() -> None:
 @pytest.mark.slow
 def test_a_base_is_all_it_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No text, no recipe, a context shorter than the usual row; steps are given to be done in a second."""
-    steps = ("--finetune-steps", "2", "--device", "cpu")
+    steps = ("--finetune-steps", "2", "--device", "cpu", "--everyday-questions", "2")
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["linearize", str(base), "-o", str(tmp_path / "STILL"), *steps])
     said = capsys.readouterr()
     assert "Python's documentation" in said.err
     assert "2 steps of 192 tokens; expected: bits per byte +" in said.err and "cost: 2 steps of" in said.err
-    assert "1 of 2 layers softmax" in said.out and "Promised loss 2%, found 85%, time 15: " in said.out
+    assert "of 2 layers softmax" in said.out and "Promised loss 2%, found 95%, everyday 98%, time 15: " in said.out
     assert "found NOT MEASURED" in said.out  # the base knows no answer
     assert (tmp_path / "STILL" / "model.safetensors").is_file()
     recipe = json.loads((tmp_path / "STILL" / "linearize.json").read_text())["recipe"]
-    assert recipe["sequence_length"] == 192 and recipe["low_rank_gates"]
+    assert recipe["sequence_length"] == 192 and recipe["feature_map"] == "none"
     with pytest.raises(SystemExit, match=r"^2$"):
-        main(["linearize", str(base), "--recipe", "quick", "--config", "x.yaml", "-o", str(tmp_path / "OTHER")])
+        main(["linearize", str(base), "--recipe", "exact", "--config", "x.yaml", "-o", str(tmp_path / "OTHER")])
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["linearize", str(base), "--softmax-layers", "1", "-o", str(tmp_path / "OTHER")])
-    assert "beside the budget 'loss 2%, found 85%, time 15', which chooses them" in capsys.readouterr().err
+    assert (
+        "beside the budget 'loss 2%, found 95%, everyday 98%, time 15', which chooses them" in capsys.readouterr().err
+    )
 
 
 def test_without_documentation_a_text_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

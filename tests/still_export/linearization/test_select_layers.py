@@ -13,8 +13,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from still_export.errors import ConfigError
+from still_export.linearization.harms import damages
 from still_export.linearization.linearize import make_accelerator
-from still_export.linearization.needs import Needs, attention_to_fact, text_needs
+from still_export.linearization.needs import Needs, attention_to_fact
 from still_export.linearization.objectives import make_students
 from still_export.linearization.run import LinearizationRun
 from still_export.linearization.select_layers import select_layers
@@ -50,10 +51,12 @@ def test_the_planted_layer_needs_softmax_most(layer: int, text: Path, tmp_path: 
     model = run.load_base()
     attentions = make_students(model)
     modes = [attention.mode for attention in attentions]
-    needs = text_needs(model, attentions, torch.randint(0, 257, (1, 192), generator=torch.Generator().manual_seed(1)))
+    needs = damages(
+        model, attentions, torch.randint(0, 257, (1, 192), generator=torch.Generator().manual_seed(1)), (None,)
+    )[:, 0].tolist()
     assert max(range(3), key=lambda i: needs[i]) == layer
     assert needs[layer] > 100 * max(value for i, value in enumerate(needs) if i != layer) > 0
-    near = text_needs(model, attentions, torch.randint(0, 257, (1, 16)))  # two chunks
+    near = damages(model, attentions, torch.randint(0, 257, (1, 16)), (None,))[:, 0].tolist()  # two chunks
     assert max(near) < 1e-8 * needs[layer]
     assert [attention.mode for attention in attentions] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
