@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
-from still_export.evaluation.replies import replies
+from still_export.texts.replies import replies
 from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
 from still_export.texts.turns import turn_pieces
 

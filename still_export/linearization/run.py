@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from still_export.errors import ConfigError
-from still_export.evaluation.everyday import everyday_replies, fitting
 from still_export.linearization import adapter
 from still_export.linearization.budget import BROKEN, MET, UNMEASURED, Budget
 from still_export.linearization.folder import rehearse_save, save_model
@@ -34,6 +33,7 @@ from still_export.mixers.layers import FULL, WINDOWED
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.staging import staged_folder
+from still_export.texts.ask import everyday_replies, fitting
 from still_export.texts.everyday import Everyday, compared
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TaskWriter, Weighing

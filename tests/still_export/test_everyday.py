@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.evaluation.everyday import everyday_replies, fitting
+from still_export.texts.ask import everyday_replies, fitting
 from still_export.texts.everyday import REPLY_TOKENS, Everyday, Question, asked, compared, questions
 from tests.still_export.training import byte_tokenizer, chat_tokenizer, make_base
 

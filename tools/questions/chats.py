@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.evaluation.replies import greedy
+from still_export.texts.replies import greedy
 from still_export.texts.turns import turn_pieces
 from tools.questions.facts import repeated
 

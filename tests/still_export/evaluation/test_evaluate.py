@@ -25,11 +25,11 @@ from still_export.evaluation.evaluate import (
     write_evaluation,
 )
 from still_export.evaluation.positions import perplexity_by_position, ranges
-from still_export.evaluation.replies import greedy
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
+from still_export.texts.replies import greedy
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, chat_tokenizer, make_base, make_text
 

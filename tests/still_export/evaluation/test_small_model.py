@@ -18,7 +18,6 @@ from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.models import _measured
 from still_export.evaluation.packages import open_model
-from still_export.evaluation.replies import greedy, replies
 from still_export.evaluation.synthetic import PromptWriter
 from still_export.graph.options import ExportOptions
 from still_export.mixers.config import StillConfig
@@ -30,6 +29,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
+from still_export.texts.replies import greedy, replies
 from still_export.texts.tasks import TASKS, TaskWriter
 from still_export.texts.texts import tokenize
 from tests.still_export.verbs import call

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from still_export.evaluation.replies import replies
 from still_export.texts.everyday import REPLY_TOKENS, Question, asked, questions, shortened
+from still_export.texts.replies import replies
 
 AT_ONCE = 32
 """Questions of a batch."""
