@@ -24,6 +24,9 @@ Examples:
     still-export inspect folder-of-a-model
 """
 
+FILES = 3
+"""Files that are listed, the largest first: a terminal ends with the summary, not with names."""
+
 
 def inspect(
     package: Annotated[
@@ -64,13 +67,7 @@ def inspect(
     if not quiet:
         target = found["target"]
         ready = not packaged_target(opened.manifest).built or bool(opened.manifest.get("engines"))
-        lines = [
-            *(f"{name}: {text}" for name, text in first.items()),
-            next_commands(package, target, ready),
-            "",
-            *lines,
-            "",
-        ]
+        lines.append("")
         for kind in found["layers"]:
             size, most = kind["bytes_at_capacity"] / 1e6, "at most " if kind["counted"] else ""
             name = kind["kind"].replace("_", " ")
@@ -80,8 +77,12 @@ def inspect(
         opsets = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())
         lines += ["", f"IR {found['ir_version']}, opsets: {opsets}; functions: {', '.join(found['functions'])}"]
         lines += [f"{count:>6} {name}" for name, count in found["nodes"].items()]
-        lines += ["", *(f"{size / 1e6:>9.2f} MB  {name}" for name, size in found["files"].items())]
-        lines += ["", f"made by: {found['command']}"]
+        largest = sorted(found["files"].items(), key=lambda entry: -entry[1])
+        lines += ["", *(f"{size / 1e6:>9.2f} MB  {name}" for name, size in largest[:FILES])]
+        if rest := largest[FILES:]:
+            lines.append(f"{sum(size for _, size in rest) / 1e6:>9.2f} MB  {len(rest)} more files: --json lists them")
+        lines += ["", f"made by: {found['command']}", "", *(f"{name}: {text}" for name, text in first.items())]
+        lines.append(next_commands(package, target, ready))
     out.result({**found, "summary": first, "here": [asdict(finding) for finding in here]}, *lines)
 
 
