@@ -94,7 +94,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert call("inspect", package) == 0
     said = capsys.readouterr().out.splitlines()
     first = said[-5:]  # what a terminal shows
-    assert said[-8].endswith("more files: --json lists them")
+    assert said[-9].endswith("more files: --json lists them")
     assert [line.split(":")[0] for line in first] == ["what", "size", "length", "speed", "next"]
     assert first[0].startswith("what: model: llama, 3 layers") and first[2] == "length: 256 tokens, then refuses more"
     assert f"still-export bench {package}" in first[3] and f"still-export run {package}" in first[4]
