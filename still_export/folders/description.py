@@ -15,6 +15,7 @@ from still_export.folders.adapter_description import lora_of, other_files
 from still_export.folders.codes import Codes
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, TEXT_OF, whole_config
 from still_export.folders.files import check_tokenizer_files, read_json
+from still_export.folders.remote_tokenizer import describe_remote, remote_class
 from still_export.folders.weights import METHODS, Head, heads_of, weight_files
 from still_export.folders.words import layers_of, template_of
 from still_export.sources import SOFTMAX
@@ -123,6 +124,8 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
+        if name := remote_class(folder):
+            return describe_remote(name)
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
         return f"{others[0]}, which transformers converts" if others else "none, so a package accepts token ids only"
     try:

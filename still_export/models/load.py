@@ -227,6 +227,8 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
         read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
     try:
         tokenizer = tokenizer_of(path)
+    except (ModelNotFoundError, CheckpointError):
+        raise
     except BaseException as error:  # of half a dozen libraries, one of which panics outside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -8,6 +8,7 @@ from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedError
 from still_export.folders.files import read_json
+from still_export.folders.remote_tokenizer import make_remote, remote_class
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 12345 days, we've seen 678 more; don't you THINK'S so?",
@@ -31,9 +32,11 @@ TEXTS = (
 
 def tokenizer_of(folder: Path) -> Any:
     """The tokenizer of a folder by transformers, with its errors. A model's own code is never run: if the folder names its own class for
-    tokenizer.json, that file alone is used."""
+    tokenizer.json, that file alone is used; without the file, the class is one whose rules are known, or refused."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if name := remote_class(folder):
+        return make_remote(folder, name)
     config = folder / "tokenizer_config.json"
     named = read_json(config).get("auto_map") if config.is_file() else None
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
