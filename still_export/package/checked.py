@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import re
 from pathlib import Path
@@ -21,6 +22,8 @@ FORMAT_VERSION = 2
 """Of manifest.json."""
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 """JSON Schema (2020-12), which still_export/package/manifest.py writes; this file checks the keywords that it has."""
+MOST_COMMAND = 2000
+"""Characters of a command that a message shows."""
 MOST_DEPTH = 64
 """Deepest nesting of lists and objects; some readers would overflow their stack."""
 _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
@@ -47,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def parse_manifest(content: bytes, source: str) -> dict[str, Any]:
     """The same of a file's `content`; `source` names the file."""
     _check(content, source)
-    return dict(json.loads(content))
+    return _upgraded(json.loads(content))
 
 
 @functools.lru_cache(maxsize=8)  # a manifest is read several times when a package opens, and a check takes 30 ms
@@ -62,8 +65,18 @@ def _check(content: bytes, source: str) -> None:
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckError(_other_format(source, manifest))
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    _Schema(schema["$defs"], source).check(schema, manifest, "")
-    check_rules(manifest, source)
+    upgraded = _upgraded(manifest) if isinstance(manifest, dict) else manifest
+    try:
+        _Schema(schema["$defs"], source).check(schema, upgraded, "")
+        check_rules(upgraded, source)
+    except CheckError as error:
+        if not isinstance(manifest, dict) or type(version) is not int:
+            raise
+        raise CheckError(f"{error} {_by_another_version(manifest)}") from None
+    if upgraded != manifest:
+        logging.getLogger(__name__).warning(
+            "%s: an older version wrote its chat format, so there are no chats. %s", source, again(manifest)
+        )
 
 
 def check_rules(manifest: dict[str, Any], source: str) -> None:
@@ -108,16 +121,38 @@ def check_rules(manifest: dict[str, Any], source: str) -> None:
 
 def _refusal(source: str, field: str, what: str) -> CheckError:
     where = f"{source}: {field}" if field else source
-    return CheckError(f"{where} {what}. Copy the package again, or export the model again.")
+    return CheckError(f"{where} {what}. Copy the package again, or export it by this version.")
+
+
+def _upgraded(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of an older version as this one writes it: texts around messages are no chat templates."""
+    chat = manifest.get("chat")
+    old = isinstance(chat, dict) and "templates" not in chat and "user_to_assistant" in chat
+    return {**manifest, "chat": None} if old else dict(manifest)
+
+
+def _by_another_version(manifest: dict[str, Any]) -> str:
+    """What to do if the package is not damaged but of another version, whose name the manifest has."""
+    versions = manifest.get("versions")
+    wrote = versions.get("still-export") if isinstance(versions, dict) else None
+    named = f" {wrote}" if isinstance(wrote, str) and re.fullmatch(r"[\w.+-]{1,40}", wrote) else ""
+    return f"Written by still-export{named}. {again(manifest)}"
+
+
+def again(manifest: dict[str, Any]) -> str:
+    """The advice to export again, with the command in the manifest if it is one line of plain text."""
+    command = manifest.get("command")
+    plain = isinstance(command, str) and command.isprintable() and 0 < len(command) <= MOST_COMMAND
+    return f"Export the model again: {command}" if plain else "Export the model again."
 
 
 def _other_format(source: str, manifest: dict[str, Any]) -> str:
     """The error text for another format version, with the command that exports the model again."""
-    version, command = manifest["format_version"], manifest.get("command")
+    version = manifest["format_version"]
     fault = f"{source} has format version {version}; this still-export reads {FORMAT_VERSION}."
     if version > FORMAT_VERSION:
         return f"{fault} Update still-export."
-    return f"{fault} Export the model again{f': {command}' if isinstance(command, str) and command else '.'}"
+    return f"{fault} {again(manifest)}"
 
 
 def _check_plain(value: Any, depth: int) -> None:

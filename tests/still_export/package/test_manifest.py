@@ -138,3 +138,27 @@ def test_fields_that_nothing_reads_hold_any_json(value: Any) -> None:
         assert "is not readable" in str(parsed(content))
     else:
         assert parsed(content) is None
+
+
+def edited(**changes: Any) -> bytes:
+    return json.dumps({**BASE, **changes}).encode()
+
+
+def test_what_another_version_wrote_is_exported_again_by_its_command() -> None:
+    command, versions = "still-export '/models/a b' --to onnx -o out", {"still-export": "0.0.9"}
+    for changes in ({"model": {}}, {"states": [{"name": "x"}]}, {"format_version": 1}):
+        with pytest.raises(CheckError) as fault:
+            checked.parse_manifest(edited(command=command, versions=versions, **changes), "manifest.json")
+        assert command in str(fault.value)
+        assert "0.0.9" in str(fault.value) or "format_version" in changes
+    for hidden in ("still-export x\x1b[2J", "still-export x\nrm", "x" * 3000, ""):
+        with pytest.raises(CheckError) as fault:
+            checked.parse_manifest(edited(command=hidden, model={}), "manifest.json")
+        assert not hidden or hidden not in str(fault.value)
+
+
+def test_an_older_chat_format_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    texts = ("start", "system_start", "system_to_user", "user_to_assistant", "assistant_to_user")
+    content = edited(chat=dict.fromkeys(texts, "x"))
+    assert checked.parse_manifest(content, "manifest.json")["chat"] is None
+    assert "no chats" in caplog.text and BASE["command"] in caplog.text
