@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,8 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, ReportFile, next_commands
-from still_export.errors import ConfigError
-from still_export.sources import Found, demand_package, look
+from still_export.errors import ConfigError, NotLinearizedError
+from still_export.sources import Found, demand_model, demand_package, look
 
 EXAMPLES = """
 Examples:
@@ -86,6 +87,20 @@ def inspect(
     out.result({**found, "summary": first, "here": [asdict(finding) for finding in here]}, *lines)
 
 
+def _next(found: Found) -> str:
+    """The command that a model's files are for."""
+    shown = shlex.quote(str(found.path))
+    made = shlex.quote(f"{found.path.resolve().name.removesuffix('.gguf')}-package")
+    if found.kind == "adapter":
+        return f"still-export {shlex.quote(found.base or 'BASE')} --overlay {shown} --to onnx -o {made}"
+    try:
+        demand_model(str(found.path), "export")
+    except NotLinearizedError:
+        linear = shlex.quote(f"{found.path.resolve().name.removesuffix('.gguf')}-linear")
+        return f"still-export linearize {shown} -o {linear}"
+    return f"still-export {shown} --to onnx -o {made}"
+
+
 def _describe(found: Found, out: Output) -> None:
     """Print the summary of a model's files."""
     from still_export.folders.adapter_description import describe_adapter
@@ -100,4 +115,5 @@ def _describe(found: Found, out: Output) -> None:
     else:
         check_family(found.model_type)
         summary = describe_folder(found.path)
+    summary["next"] = _next(found)
     out.result(summary, *(f"{name}: {line}" for name, line in summary.items()))

@@ -17,7 +17,7 @@ from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGU
 from still_export.folders.files import check_tokenizer_files, read_json
 from still_export.folders.remote_tokenizer import describe_remote, remote_class
 from still_export.folders.weights import METHODS, Head, heads_of, weight_files
-from still_export.folders.words import layers_of, template_of
+from still_export.folders.words import context_of, layers_of, template_of
 from still_export.sources import SOFTMAX
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
@@ -55,6 +55,7 @@ def _described(folder: Path) -> dict[str, str]:
     size = config.get("vocab_size")
     return {
         "model": _model(model_type, config, own, codes, len(files)),
+        **context_of(config),
         "weights": _weights(own, codes),
         "tokenizer": _tokenizer(folder, size if isinstance(size, int) else None),
         "template": template_of(templates_of(folder)),

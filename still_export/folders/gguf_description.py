@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from still_export.errors import ModelNotFoundError, StillExportError
-from still_export.folders.words import layers_of, template_of
+from still_export.folders.words import context_of, layers_of, template_of
 from still_export.gguf.architectures import ROPE_TABLE, place, read_config, target_of
 from still_export.gguf.container import Container, open_gguf
 from still_export.gguf.shared import BLOCK, ENCODERS, GUESSES, Architecture, Config, View, what_of
@@ -18,13 +18,23 @@ _PRESERVED = {*BLOCKS, *FORMS}
 """Types whose blocks packages keep (docs/reference/quantization.md)."""
 
 
-def quantize_policy(file: Container) -> str | None:
-    """The --quantize policy that keeps most blocks of a file, by the bits of most of its numbers; None: they are floats."""
+def quantize_policy(file: Container, exact: bool = False) -> str | None:
+    """The --quantize policy that keeps most blocks of a file, by the bits of most of its numbers; None: they are floats.
+
+    Args:
+        exact: None also if no kernel reads the blocks of most numbers, so that they would be rounded again.
+    """
     counts: Counter[int] = Counter()
-    for tensor in file.tensors.values():
-        if len(tensor.shape) > 1:
-            counts[bits_of(tensor.tensor_type.name)] += int(tensor.n_elements)
+    kept = 0
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) > 1 and what_of(name) is None:
+            bits, count = bits_of(tensor.tensor_type.name), int(tensor.n_elements)
+            counts[bits] += count
+            kept += count if bits and tensor.tensor_type.name in _PRESERVED and file.scale(name) is None else 0
     bits = counts.most_common(1)[0][0] if counts else 0
+    coded = counts.total() - counts[0]
+    if exact and 2 * kept <= coded:
+        return None
     return None if bits == 0 else "int4" if bits <= 4 else "int8"
 
 
@@ -39,6 +49,7 @@ def describe_gguf(path: Path) -> dict[str, str]:
     _demand_places(view, architecture)
     return {
         "model": _model(file, config),
+        **context_of(config),
         "weights": _weights(file),
         "tokenizer": _tokenizer(file),
         "template": template_of(templates(file)),

@@ -60,7 +60,11 @@ class ExportOptions:
     )
     revision: str | None = option(None, "Revision of a hub id.", panel=MODEL)
     still: dict[str, Any] = field(default_factory=dict)
-    quantize: str | None = option(None, "Weights in int8, int4 or fp8, by a policy.", shown="no")
+    quantize: str | None = option(
+        None,
+        "Weights in int8, int4 or fp8, by a policy; none: floats.",
+        shown="none, of a GGUF file to onnx its own bits",
+    )
     quantize_method: str | None = option(
         None, "Who rounds to 4 bits: rtn, or gptq, which reads text.", shown=DEFAULT_METHOD, panel=BITS
     )
@@ -83,6 +87,8 @@ class ExportOptions:
     adapters: bool = option(False, "`run --adapter` may add a LoRA adapter.", panel=BITS)
 
     def __post_init__(self) -> None:
+        if self.quantize == "none":
+            object.__setattr__(self, "quantize", None)
         check_options(self)
         if self.speculate and self.all_logits:
             raise ConfigError("--all-logits is not for --speculate, which has logits of the last tokens of a call.")

@@ -27,6 +27,7 @@ SHARED = (
         "reasoning",
         "conversation",
         "prefixes",
+        "snapshot",
     ),
     "program",
 )

@@ -130,8 +130,10 @@ class Snapshot:
         Raises:
             RunError: The file is none.
         """
-        from safetensors import SafetensorError, safe_open
-
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise RunError("saved states need the package safetensors: pip install safetensors.") from error
         wrong = RunError(f"{path} is no saved state: make one with `still-export run PACKAGE --save-state`.")
         try:
             with safe_open(path, framework="np") as file:

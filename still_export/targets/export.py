@@ -112,6 +112,8 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     if still := {field: chosen_flags.pop(field) for field in names_of(StillChoices) if field in chosen_flags}:
         chosen_flags["still"] = {**recorded.get("config", {}).get("still", {}), **still}
     if manifest is None:
+        if name == "onnx" and "quantize" not in chosen_flags and (policy := _own_bits(str(chosen_flags.get("model")))):
+            chosen_flags["quantize"] = policy
         export_options = ExportOptions(**{"dtype": meant.dtype, **chosen_flags})
     else:
         export_options = replace(ExportOptions.from_manifest(manifest), **chosen_flags)
@@ -126,6 +128,17 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     export_options.quantization(target.layout_for(export_options.dtype, options), target.to)
     demand(target, export_options, options)
     return Job(export_options, name, options)
+
+
+def _own_bits(model: str) -> str | None:
+    """The policy that keeps the blocks of a GGUF file; None: it is none, or most of its numbers are floats here."""
+    path = Path(model)
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    from still_export.folders.gguf_description import quantize_policy
+    from still_export.gguf.container import open_gguf
+
+    return quantize_policy(open_gguf(path), exact=True)
 
 
 def _absolute(source: str) -> str:

@@ -126,6 +126,12 @@ class Target:
                 f"--to {self.to} supports {', '.join(self.dtypes)}, not {dtype}. Export the model with --dtype {self.dtypes[0]}."
             )
 
+    def has_form(self, manifest: dict[str, Any]) -> bool:
+        """Whether the target computes with low-bit weights in the form of a package; true of float weights."""
+        dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
+        layout = self.layout_for(dtype)
+        return quantization is None or quantization["nodes"] in (layout.nodes, self.layouts.get(dtype, layout).nodes)
+
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:
         """Check that the target supports a model.
 
@@ -149,8 +155,8 @@ class Target:
                 "Export with --to onnx."
             )
         layout = self.layout_for(dtype)
-        known = {layout.nodes, self.layouts.get(dtype, layout).nodes}
-        if quantization is not None and quantization["nodes"] not in known:
+        if not self.has_form(manifest):
+            assert quantization is not None
             plain = f", or with --to onnx --no-native --quantize {quantization['scheme']} and lower that"
             raise ConfigError(
                 f"the package has {quantization['scheme']} weights as {quantization['nodes']}, {self.name} needs {layout.nodes} "

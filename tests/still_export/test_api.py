@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +100,36 @@ def test_a_stream_ends_where_another_call_uses_the_model(
     with pytest.raises(RunError, match="another call"):
         pieces += stream
     assert len(pieces) == begun
+
+
+def test_the_packages_program_answers_as_the_api(
+    model: still_export.LanguageModel, package: Path, tmp_path: Path
+) -> None:
+    message = [{"role": "user", "content": "Where is the mill?"}]
+    chat, text = (model.generate(asked, max_tokens=9).text for asked in (message, TEXT))
+    snapshot = model.read(TEXT * 3, chat=True)
+    snapshot.save(tmp_path / "chat")
+    after = model.generate(message, max_tokens=9).text
+    model.restore(None)
+    model.read(TEXT).save(tmp_path / "text")
+    behind = model.generate("It is", max_tokens=9).text
+    (tmp_path / "file").write_text("\ufeffWhere is the mill?", encoding="utf-8")
+
+    def said(*words: str | Path, stdin: str = "", code: int = 0) -> str:
+        program = [sys.executable, str(package / "run_ort.py"), "--tokens", "9", *map(str, words)]
+        done = subprocess.run(program, input=stdin, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return (done.stderr if code else done.stdout).removesuffix("\n")
+
+    assert said("--prompt", TEXT) == text == said("--prompt-file", "-", stdin=TEXT)
+    assert (
+        said("--chat", "--prompt", "Where is the mill?") == chat == said("--chat", "--prompt-file", tmp_path / "file")
+    )
+    assert said("--chat", "--load-state", tmp_path / "chat", "--prompt", "Where is the mill?") == after
+    assert said("--load-state", tmp_path / "text", "--prompt", "It is") == behind
+    assert "plain text" in said("--chat", "--load-state", tmp_path / "text", "--prompt", "x", code=2)
+    assert "--prompt-file" in said(code=2) and "gone" in said("--prompt-file", tmp_path / "gone", code=2)
+    assert "no saved state" in said("--load-state", tmp_path / "file", "--prompt", "x", code=2)
 
 
 def test_stop_texts_end_an_answer(model: still_export.LanguageModel) -> None:

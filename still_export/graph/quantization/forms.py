@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,8 +69,10 @@ class Form:
         return None if blocks is None else blocks.order
 
 
-def form_of(weight: Weight, role: str, policy: Quantization) -> Form | None:
+def form_of(weight: Weight, role: str, policy: Quantization, keep_wider: bool = False) -> Form | None:
     """The form of a weight with `role`; None: unchanged.
+
+    `keep_wider`: blocks of the source with more bits than the policy's stay, too (see `_is_mixed`).
 
     K-quants stay where kernels read them. Other blocks of the source stay if they have at most the policy's bits and its blocks divide
     them. Weights of 5 and 6 bits, for which there is no other form, get 8.
@@ -97,7 +100,7 @@ def form_of(weight: Weight, role: str, policy: Quantization) -> Form | None:
             and blocks.float8 == policy.float8
             and blocks.size % policy.block_of(blocks.bits, weight.shape[-1]) == 0
             and (
-                blocks.bits <= bits or base.bits < blocks.bits
+                keep_wider or blocks.bits <= bits or base.bits < blocks.bits
             )  # the latter have fewer bits, which no narrower form stores
             and (policy.layout.zero_points or not blocks.zero_points)
             and (
@@ -110,7 +113,7 @@ def form_of(weight: Weight, role: str, policy: Quantization) -> Form | None:
             turned = policy.layout.nodes == DEQUANTIZED and weight.dim() == 2
             offsets = blocks.offsets or (turned and blocks.negative)
             return Form(blocks.bits, EXACT, base, blocks.zero_points, offsets, blocks.half_scales, pairs)
-        if base.bits in (5, 6):
+        if base.bits in (5, 6) or (keep_wider and base.bits > bits):
             bits = 8
     zero_points = bits < 8 and policy.layout.zero_points
     method = policy.method if bits < 8 else DEFAULT_METHOD
@@ -125,6 +128,16 @@ def _widen_experts(weights: Weights, forms: dict[str, Form], policy: Quantizatio
         most = max(forms[other].bits for other in stacks if other.rpartition(".")[0] == layer)
         if form.bits < most:
             forms[name] = Form(most, DEFAULT_METHOD, form.base, half_scales=policy.layout.half_scales, pairs=form.pairs)
+
+
+def _is_mixed(weights: Weights, policy: Quantization) -> bool:
+    """Whether most codes of the source have at most 4 bits: those with more were chosen to keep them, and are not rounded again."""
+    counts = Counter[bool]()
+    for weight in weights.values():
+        base = weight.adapted.base if isinstance(weight, Deferred) and weight.adapted is not None else weight
+        if isinstance(base, Deferred) and base.bits:
+            counts[base.bits <= 4] += base.shape.numel()
+    return policy.scheme == "int4" and counts[True] > counts[False]
 
 
 def plan_forms(
@@ -142,8 +155,9 @@ def plan_forms(
     policy = policy.fitted([size for size, inputs in sizes if size < inputs])
     forms: dict[str, Form] = {}
     thin: list[str] = []
+    keep_wider = _is_mixed(weights, policy)
     for name, weight in weights.items():
-        if (form := form_of(weight, roles[name], policy)) is None:
+        if (form := form_of(weight, roles[name], policy, keep_wider)) is None:
             continue
         inputs = weight.shape[-1]
         block = 1 if form.bits == HALF or form.base is None else policy.block_of(form.bits, inputs)

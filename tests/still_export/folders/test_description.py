@@ -15,6 +15,7 @@ from still_export.folders.adapter_description import describe_adapter
 from still_export.folders.description import describe_folder
 from still_export.folders.families import LINEAR, NOT_COVERED
 from still_export.folders.model import check_model, is_known
+from still_export.folders.words import context_of
 from still_export.models import load
 from still_export.sources import demand_model
 
@@ -189,3 +190,36 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["model"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"max_position_embeddings": 32768}, "32,768 tokens"),
+        (
+            {
+                "max_position_embeddings": 4096,
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "4,096 tokens, windows of 512 tokens in 1 of 2 layers",
+        ),
+        ({"max_position_embeddings": 64, "sliding_window": 8}, "64 tokens, windows of 8 tokens"),
+        ({"max_position_embeddings": 64, "sliding_window": 8, "use_sliding_window": False}, "64 tokens"),
+        ({"max_position_embeddings": 64, "sliding_window": 8, "layer_types": ["full_attention"]}, "64 tokens"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_context_and_windows(config: dict[str, Any], said: str | None) -> None:
+    assert context_of(config).get("context") == said
+
+
+@pytest.mark.parametrize("model_type, command", [("llama", "linearize"), ("lfm2", "--to onnx -o")])
+def test_inspect_ends_with_the_next_command(model_type: str, command: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", {"model_type": model_type, "max_position_embeddings": 77}, {"a": (2, 2)})
+    words = [sys.executable, "-m", "still_export.cli.main", "inspect", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("next: still-export ") and command in last and str(folder) in last
+    assert "context: 77 tokens" in done.stdout

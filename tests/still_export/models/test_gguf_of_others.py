@@ -160,3 +160,28 @@ def test_sampling_settings_are_the_models(keys: dict[str, float], expected: dict
     write_gguf(tmp_path / "m.gguf", linear_model("lfm2"), extra=add)
     found = open_source(tmp_path / "m.gguf").generation.to_diff_dict()
     assert {name: found.get(name, name == "do_sample" and False) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "kind, policy", [("Q8_0", "int8"), ("Q4_0", "int4"), ("NVFP4", None), ("F16", None), ("Q2_K", None)]
+)
+def test_an_export_keeps_the_bits_of_a_file(kind: str, policy: str | None, tmp_path: Path) -> None:
+    """What `run` does with a file; codes that no kernel reads stay floats, and `--quantize none` asks for floats."""
+    from still_export.targets.export import plan_job
+
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    block, count = size if kind != "F16" else (1, 2)
+    model = linear_model("lfm2", hidden_size=256, intermediate_size=256)
+
+    def coded(name: str, value: torch.Tensor) -> Any:
+        if value.dim() != 2 or not name.startswith("blk."):
+            return None
+        return np.zeros((value.shape[0], value.shape[1] // block * count), np.uint8), gguf.GGMLQuantizationType[kind]
+
+    write_gguf(tmp_path / "m.gguf", model, coded)
+    flags = {"model": str(tmp_path / "m.gguf")}
+    assert plan_job("onnx", flags).export_options.quantize == policy
+    assert plan_job("onnx", {**flags, "quantize": "none"}).export_options.quantize is None
+    assert plan_job("onnx", {**flags, "quantize": "int8"}).export_options.quantize == "int8"
+    assert plan_job("genai", flags).export_options.quantize is None
+    assert plan_job("onnx", {"model": str(tmp_path / "m.folder")}).export_options.quantize is None

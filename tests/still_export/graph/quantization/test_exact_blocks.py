@@ -109,6 +109,30 @@ def test_a_damaged_scale_is_named() -> None:
         read_blocks(tensor, "w")
 
 
+@pytest.mark.parametrize("eights, kept", [(1, True), (4, False)])
+def test_weights_of_more_bits_in_a_file_of_few_are_kept(eights: int, kept: bool) -> None:
+    """Q8_0 beside Q4_K was chosen by the file's maker; a file of Q8_0 is rounded where 4 bits are asked for."""
+
+    def weight(bits: int, blocks: bool = True) -> Deferred:
+        source = SourceBlocks(bits, False, True, lambda: pytest.fail("read")) if blocks else None
+        return Deferred(torch.Size((64, 64)), torch.float32, lambda: pytest.fail("read"), source, bits)
+
+    weights = {
+        "a": weight(4),
+        "b": weight(4),
+        "c": weight(4),
+        "torn": weight(8, blocks=False),
+        "float": torch.zeros(64, 64),
+    }
+    weights |= {f"eight {number}": weight(8) for number in range(eights - 1)} | {"last": weight(8)}
+    weights = {name: w for name, w in weights.items() if name != "torn" or eights < 3}
+    _, forms = plan_forms(weights, dict.fromkeys(weights, PROJECTION), Quantization("int4"))
+    assert (forms["last"].bits, forms["last"].method) == ((8, EXACT) if kept else (4, "rtn"))
+    assert (forms["a"].bits, forms["a"].method) == (4, EXACT) and forms["float"].bits == 4
+    if kept:
+        assert forms["torn"].bits == 8
+
+
 def test_forms_of_a_gguf_file() -> None:
     """Its blocks where the policy gives as many bits; rows have no form of 4 bits; what its maker gave 6 bits gets 8."""
 
