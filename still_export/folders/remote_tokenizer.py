@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,12 @@ KNOWN = {
 """By module and class, as auto_map in tokenizer_config.json names them."""
 
 
-def remote_class(folder: Path) -> str:
-    """The class of remote code that alone knows how texts are split; "": tokenizer.json, or a class of transformers, does."""
+def remote_class(folder: Path, is_known: Callable[[str], bool] = lambda name: True) -> str:
+    """The class of remote code that alone knows how texts are split; "": tokenizer.json, or a class of transformers, does.
+
+    Args:
+        is_known: Whether transformers has a class; only with transformers imported can one say so.
+    """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     named = config.get("auto_map")
@@ -54,15 +58,13 @@ def remote_class(folder: Path) -> str:
     found = next((name for name in (classes if isinstance(classes, list) else [classes]) if isinstance(name, str)), "")
     if (folder / "tokenizer.json").is_file():
         return ""
-    return found.rpartition("--")[2] or _of_another_library(folder, config)
+    return found.rpartition("--")[2] or _of_another_library(folder, config, is_known)
 
 
-def _of_another_library(folder: Path, config: Mapping[str, Any]) -> str:
+def _of_another_library(folder: Path, config: Mapping[str, Any], is_known: Callable[[str], bool]) -> str:
     """A class that transformers lacks, or a vocabulary of tiktoken, which states no rule."""
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-
     name = config.get("tokenizer_class")
-    if isinstance(name, str) and name and not any(map(tokenizer_class_from_name, (name, name.removesuffix("Fast")))):
+    if isinstance(name, str) and name and not (is_known(name) or is_known(name.removesuffix("Fast"))):
         return name
     if not name and (tiktoken := [p.name for p in (*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model"))]):
         return tiktoken[0]

@@ -1,9 +1,13 @@
 """STILL models: families of transformers with their attention modules swapped."""
 
-from still_export.models.build import attach_untrained, build_model
-from still_export.models.families.linear_families import LINEAR_FAMILIES
-from still_export.models.families.softmax_families import FAMILIES, Family
-from still_export.models.step import forward_with_state
+from still_export.models.ambient import import_without_docstrings
+
+import_without_docstrings()
+
+from still_export.models.build import attach_untrained, build_model  # noqa: E402
+from still_export.models.families.linear_families import LINEAR_FAMILIES  # noqa: E402
+from still_export.models.families.softmax_families import FAMILIES, Family  # noqa: E402
+from still_export.models.step import forward_with_state  # noqa: E402
 
 __all__ = ["FAMILIES", "LINEAR_FAMILIES", "Family", "attach_untrained", "build_model", "forward_with_state"]
 

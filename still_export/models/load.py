@@ -25,6 +25,7 @@ from still_export.folders.model import check_file, resolve_source
 from still_export.folders.weights import weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
+from still_export.models.ambient import plain_torch
 from still_export.models.build import build_model, complete_weights, family_of, read_generation, still_family_config
 from still_export.models.families.linear_names import language_model
 from still_export.models.families.softmax_families import Family
@@ -65,12 +66,14 @@ class Source:
         unused = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
         return " and ".join(f"{count} tensors of {what}" for what, count in unused)
 
+    @plain_torch()
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
         model = build_model(self.family, self.config, tensors)
         model.generation_config = self.generation
         return model
 
+    @plain_torch()
     def read(self) -> Any:
         """The model with all of its weights, on the CPU."""
         return self.model({name: value_of(weight) for name, weight in self.weights.items()})
@@ -84,6 +87,7 @@ def load_model(source: str | Path, **options: Any) -> Any:
     return open_source(source, **options).read()
 
 
+@plain_torch()
 def open_source(
     source: str | Path,
     *,

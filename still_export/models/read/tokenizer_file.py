@@ -34,8 +34,9 @@ def tokenizer_of(folder: Path) -> Any:
     """The tokenizer of a folder by transformers, with its errors. A model's own code is never run: if the folder names its own class for
     tokenizer.json, that file alone is used; without the file, the class is one whose rules are known, or refused."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    if name := remote_class(folder):
+    if name := remote_class(folder, lambda name: tokenizer_class_from_name(name) is not None):
         return make_remote(folder, name)
     config = folder / "tokenizer_config.json"
     named = read_json(config).get("auto_map") if config.is_file() else None

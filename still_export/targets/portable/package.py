@@ -15,6 +15,7 @@ from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import FLOAT8, Layout, Quantization, parse_budget
 from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
+from still_export.models.ambient import plain_torch
 from still_export.models.description import describe_model, warn_of_settings
 from still_export.models.read.source import find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from still_export.models.read.weights import Weight
 
 
+@plain_torch()
 def write_portable(
     options: ExportOptions,
     folder: Path,
