@@ -72,7 +72,13 @@ def attempt(model: str, work: str) -> None:
     if len(set(said.values())) != 1 or not said["run"].strip():
         raise SystemExit(f"answers differ: {said}")
     print(f"run, run_ort.py, serve: {said['run']!r}")
-    print(ran(command("verify", package, "--quick", "--quiet")).rstrip().splitlines()[-1])
+    print(
+        *[
+            line
+            for line in ran(command("verify", package, "--quick", "--quiet")).splitlines()
+            if line.startswith("PASSED")
+        ]
+    )
 
 
 def served(package: str) -> str:
