@@ -84,6 +84,7 @@ NAMESAKES = {
     "still_export/targets/genai/join_states.py": {"conv_state", "recurrent_state"},
     "still_export/proof/genai.py": {"chunk_size"},
     "still_export/proof/foreign.py": {"MatMulNBits"},
+    "still_export/proof/foreign_weights.py": {"MatMulNBits"},
     "graphs/still_graphs/passes/dequantize_at_load.py": {"MatMulNBits"},
     "still_export/targets/web/target.py": {"MatMulNBits", "LinearAttention"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from still_export.sources import demand_package
 from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
+    from still_export.proof.inputs import Input
     from still_export.proof.judge import Report
     from still_export.proof.verdict import Verdict
 
@@ -201,7 +202,10 @@ def verify(
     if as_json:
         out.result(content)
     else:
-        print(*lines(found.report, folder, None if loss is None else str(loss), options.adapter is None), sep="\n")
+        print(
+            *lines(found.report, folder, None if loss is None else str(loss), options.adapter is None, found.inputs),
+            sep="\n",
+        )
     if junit is not None:
         write_junit(content, package.name, junit)
     if report is not None:
@@ -213,14 +217,18 @@ def verify(
     raise typer.Exit(0 if found.report.passed else 1)
 
 
-def lines(report: Report, folder: Path, loss: str | None, repeatable: bool) -> Iterator[str]:
+def lines(
+    report: Report, folder: Path, loss: str | None, repeatable: bool, inputs: Sequence[Input] = ()
+) -> Iterator[str]:
     """The verdict for people: the verdict first, then what was not asked, then what is nearest to its bound.
 
     Args:
         loss: What the bits cost.
         repeatable: Polygraphy's command can repeat the run, which it cannot with an adapter.
+        inputs: What the reference was read from.
     """
     yield "PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes"
+    yield from map(str, inputs)
     yield from (f"not asked: {line}" for line in report.not_asked)
     failed = [check for check in report.checks if not check.passed]
     if (nearest := report.nearest) is not None:
@@ -244,5 +252,4 @@ def lines(report: Report, folder: Path, loss: str | None, repeatable: bool) -> I
         yield loss
     yield f"report with every output: {folder / 'report.json'}"
     if repeatable and report.command:
-        yield "the same calls without still-export:"
-        yield f"  sh {shlex.quote(str(folder / 'polygraphy.sh'))}"
+        yield f"single calls by polygraphy: {report.command}"

@@ -91,8 +91,17 @@ def resolve_weights(graph: onnx.ModelProto, path: Path) -> Path:
     return folder
 
 
-def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes = lambda done, total: None) -> None:
+def save_streaming(
+    model: ir.Model,
+    path: Path,
+    location: str,
+    progress: Bytes = lambda done, total: None,
+    holes: set[str] | None = None,
+) -> None:
     """Write `model` to `path` and its weights to `location` next to it, one weight at a time.
+
+    Args:
+        holes: Given, weights that are not read yet become holes of the file, and their names are added; so are those that it has already.
 
     Raises:
         CheckpointError: A weight turns out to be damaged when it is read.
@@ -115,6 +124,19 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             if tensor.nbytes >= ALIGNED_BYTES:
                 file.write(bytes(-file.tell() % PAGE_BYTES))
             offset = file.tell()
+            if holes is not None and (isinstance(tensor, ir.LazyTensor) or value.name in holes):
+                holes.add(value.name)
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+                value.const_value = written[value.name] = ir.ExternalTensor(
+                    location,
+                    offset,
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=tensor.shape,
+                    name=value.name,
+                    base_dir=path.parent,
+                )
+                continue
             # Two numbers of 4 bits share a byte, which NumPy does not know.
             packed = tensor.dtype.bitwidth < 8
             for part in [tensor.tobytes()] if packed else _laid_out(tensor.numpy()):
@@ -128,7 +150,10 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             forget(tensor)
             done += length
             progress(done, total)
+        file.truncate()
     for value, name in views:
+        if holes is not None and name in holes:
+            holes.add(str(value.name))
         external = written[name]
         assert isinstance(value.shape, ir.Shape) and value.name is not None and value.const_value is not None
         value.const_value = ir.ExternalTensor(

@@ -24,6 +24,9 @@ BEFORE = "before"
 UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
 """Files that verbs write into a package and may replace; the manifest has no hashes of them."""
 
+BESIDE = (".cache", ".git", ".gitattributes", "LICENSE", "README.md")
+"""Entries that repositories add, and no program of a package reads."""
+
 GENERATED = ("format_version", "versions", "files")
 """Members of a manifest that are generated at every change of the package."""
 
@@ -91,12 +94,15 @@ def write_manifest(folder: Path, content: dict[str, Any], known: dict[str, dict[
     os.replace(part, folder / MANIFEST)
 
 
-def open_package(path: Path, check_hashes: bool = True, check_engines: bool = True) -> Package:
+def open_package(
+    path: Path, check_hashes: bool = True, check_engines: bool = True, only_listed: bool = False
+) -> Package:
     """Read the package at `path`.
 
     Args:
         check_hashes: Compare every file with its hash in the manifest.
         check_engines: Engines too must be there; a build makes them anew.
+        only_listed: Refuse entries that the manifest does not list, and links.
 
     Raises:
         PackageError: No package, a manifest of a newer format, a missing or changed file.
@@ -124,7 +130,32 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
         graph = listed(path, manifest, MODEL)
         for name in listed_weights(graph, manifest):
             listed(path, manifest, name)
+        if only_listed:
+            check_entries(path, manifest)
     return Package(path, manifest)
+
+
+def check_entries(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise CheckError for an entry that the manifest does not list: a program of the package might load it. Links are refused as in
+    `inside`, also where a verb would write through them."""
+    folders = {"/".join(name.split("/")[:n]) for name in manifest["files"] for n in range(1, name.count("/") + 1)}
+    pending = [""]
+    while pending:
+        for entry in sorted(os.scandir(folder / pending.pop()), key=lambda entry: entry.name):
+            name = Path(entry.path).relative_to(folder).as_posix()
+            inside(folder, name)
+            if name in manifest["files"] or (name.count("/") == 0 and (is_unlisted(name) or name in BESIDE)):
+                continue
+            if entry.is_dir(follow_symlinks=False) and entry.name == "__pycache__":
+                raise CheckError(
+                    f"{entry.path} holds compiled modules, which Python may run. Delete it: rm -r {entry.path}"
+                )
+            if name not in folders:
+                raise CheckError(
+                    f"{entry.path} is not listed in {MANIFEST}: nothing says what it is, and a program of the package may load it. "
+                    "Delete it, or copy the package again."
+                )
+            pending.append(name)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ import sys
 
 # Not where links lead: behind those of Hugging Face's cache no file has its name.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.dont_write_bytecode = True  # the package stays as it was exported
 
 from {runtime}.runners.{module} import main
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError, UnsupportedError
+from still_export.proof.foreign_weights import NotDecodedError
+from still_export.proof.server import activations_in_8_bits
 from still_export.proof.verdict import Check
-from still_export.runtime.foreign import MASK, ForeignModel, ForeignState
+from still_export.runtime.foreign import MASK, TOKENS, ForeignModel, ForeignState
 
 LENGTHS = (1, 7, 64, 65, 131)
 """Prompt lengths: traces are short, and chunks of linear attention have 64 tokens."""
@@ -29,8 +32,12 @@ STEPS = 24
 LEAST = 1e-6
 """Least bound, relative to a value's size: float32 has 24 bits."""
 
+ROUNDED = 3
+"""Allowed multiple of the error of PyTorch's run with activations in 8 bits, for packages that round them."""
+
 FLIPS = 0.05
-"""Allowed error of logits in their standard deviations if activations are rounded to 8 bits: sums near a rounding boundary may flip."""
+"""Allowed difference of a package's answers from each other in standard deviations of the logits, if its activations are rounded to 8 bits
+and its weights are not decoded here: sums near a rounding boundary may flip."""
 
 QUANTIZED = ("MatMulNBits", "GatherBlockQuantized", "QMoE", "DequantizeLinear")
 INTEGER = ("MatMulInteger", "DynamicQuantizeMatMul")
@@ -54,14 +61,20 @@ class Reference:
         self.model = _read(AutoModelForCausalLM, model, dtype=torch.float32).eval()
         self.dtype = torch.float16 if half else torch.float32
 
-    def run(self, sequences: np.ndarray, exact: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(logits [B, T, vocabulary], keys and values by "layer.key") of whole sequences [B, T]."""
+    def take_weights(self, files: set[Path]) -> int:
+        """Compute with a decoder's own low-bit weights from now on; their number. Raises NotDecodedError."""
+        from still_export.proof.foreign_weights import take_weights
+
+        return take_weights(self.model, files)
+
+    def run(self, sequences: np.ndarray, exact: bool, rounds: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(logits [B, T, vocabulary], keys and values by "layer.key") of whole sequences [B, T]; `rounds`: activations in 8 bits."""
         import torch
 
         from still_export.mixers.cache_layer import CACHE
 
         self.model.to(torch.float64 if exact else self.dtype)
-        with torch.no_grad():
+        with torch.no_grad(), activations_in_8_bits(self.model) if rounds else nullcontext():
             result = self.model(torch.from_numpy(sequences), use_cache=True)
         caches = {}
         for index, layer in enumerate(getattr(getattr(result, CACHE), "layers", ())):
@@ -79,7 +92,8 @@ class ForeignReport:
     """What was compared.
 
     unseen: What could not be, and why.
-    quantized: The package's weights are not the model's.
+    quantized: The package's weights are not the model's, and not decoded: its calls are compared with each other.
+    decoded: Number of low-bit weights that the reference took from the package.
     rounds: Its activations are rounded to 8 bits, too.
     """
 
@@ -87,6 +101,7 @@ class ForeignReport:
     unseen: list[str] = field(default_factory=list)
     quantized: bool = False
     rounds: bool = False
+    decoded: int = 0
 
     @property
     def passed(self) -> bool:
@@ -119,12 +134,31 @@ class ForeignProof:
             )
         self.report = _report(self.package)
         self.reference = Reference(model, any(s.dtype == np.float16 for s in self.package.states))
+        if self.report.quantized:
+            self._decode()
         limit = getattr(config, "max_position_embeddings", max(lengths) + 1)
         self.lengths = tuple(n for n in lengths if n <= limit)
         if not self.lengths:
             raise ConfigError(f"--lengths {','.join(map(str, lengths))}: the model has {limit} positions.")
         draw = np.random.default_rng(seed)
         self.sequences = draw.integers(0, config.vocab_size, (2, max(self.lengths)))
+
+    def _decode(self) -> None:
+        """Let the reference compute with the package's low-bit weights, or say why it cannot."""
+        try:
+            self.report.decoded = self.reference.take_weights({self.package.first.path, self.package.next.path})
+            self.report.quantized = False
+        except NotDecodedError as error:
+            self.report.unseen.append(f"low-bit weights against the model's: {error}")
+            width = self.package.next.outputs["logits"].shape[1]
+            if (
+                isinstance(self.package.next.inputs[TOKENS].shape[1], str)
+                and width != self.package.next.inputs[TOKENS].shape[1]
+            ):
+                raise UnsupportedError(
+                    f"{self.package.next.path} gives logits of the last token alone, and its weights are not decoded here ({error}), so "
+                    "there is nothing to compare the others with. Export it with logits of all tokens."
+                ) from error
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -147,8 +181,13 @@ class ForeignProof:
             return max(FACTOR * float(np.abs(a - b).max()), LEAST * float(np.abs(a).max()))
 
         logits = bound(exact, rounded)
-        if self.report.rounds:
+        if self.report.rounds and self.report.quantized:
             logits = max(logits, FLIPS * float(self.exact[0].std()))
+        elif self.report.rounds:
+            eight, cached = self.reference.run(self.sequences, exact=True, rounds=True)
+            logits = max(logits, ROUNDED * float(np.abs(exact - eight).max()))
+            error = {name: ROUNDED * float(np.abs(x - cached[name]).max()) for name, x in caches.items()}
+            return {"logits": logits, **{n: max(bound(x, others[n]), error[n]) for n, x in caches.items()}}
         return {"logits": logits, **{name: bound(x, others[name]) for name, x in caches.items()}}
 
     def run(self) -> ForeignReport:
@@ -237,6 +276,10 @@ class ForeignProof:
                 yield state, f"{found[1]}.{found[2]}"
 
     def _unseen_states(self) -> None:
+        if self.report.decoded:
+            self.report.unseen.append(
+                f"what quantizing costs: PyTorch computes with the package's own numbers of {self.report.decoded} low-bit weights"
+            )
         if self.report.quantized:
             self.report.unseen.append(
                 "what quantizing costs: its weights are not the model's, so calls are compared with its own"

@@ -8,12 +8,13 @@ times as much as plain rounding, block by block and row by row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from still_export.graph.quantization.read import row_readers
 from still_export.models.ahead import weight_name
 from still_export.models.read.weights import TOGETHER, Deferred, Weight, Weights, is_coded, value_of
 from still_export.package.files import HEAD, MODEL, VISION
+from still_export.proof.node_reads import unread_initializers
 from still_export.proof.verdict import Check, Verdict
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from still_export.models.load import Source
 
-NAME = "every weight is the model's"
+NAME, READ = "every weight is the model's", "every stored weight is read by nodes that an output depends on"
 SLAB = 1 << 22
 """Numbers compared at a time."""
 SIDE_BY_SIDE = "+"
@@ -91,15 +93,21 @@ class Finding:
 
 
 def check_weights(
-    folder: Path, manifest: Mapping[str, Any], source: Source, say: Callable[[str, int, int], None] = lambda *_: None
+    folder: Path,
+    manifest: Mapping[str, Any],
+    source: Source,
+    say: Callable[[str, int, int], None] = lambda *_: None,
+    compared: Collection[str] = (),
 ) -> Verdict:
     """Compare every weight of every graph of a package with the model's.
 
     Args:
         say: Called with (step, number of weights done, number of weights).
+        compared: Initializers that were compared otherwise.
 
     Returns:
-        One check, with the worst number of the worst weight; and the weights that are no part of a graph under their own names.
+        Two checks: every weight is the model's, with the worst number of the worst weight; and every weight is read. What nodes read and
+        is no weight of the model is among what was not asked.
 
     Raises:
         CheckpointError: A weight of the model is damaged.
@@ -108,12 +116,20 @@ def check_weights(
     graphs = [MODEL, *(n for n in manifest["files"] if n.endswith(".onnx") and n not in (MODEL, VISION))]
     judge = _Judge(manifest)
     missing: dict[str, None] = {}
+    unread, unknown = list[tuple[str, str]](), dict[str, None]()
     head = source.ahead() if HEAD in manifest["files"] and source.ahead is not None else None
     for graph in graphs:
         weights = {} if graph == HEAD else {weight_name(name, False): each for name, each in source.weights.items()}
         if head is not None and graph != MODEL:  # the portable graph contains both
             weights |= {weight_name(name, True): each for name, each in head.weights.items()}
+        model = onnx.load(folder / graph, load_external_data=False)
+        idle = dict.fromkeys(unread_initializers(model))
+        unread += [(graph, f"{graph} has {name}, which no output depends on") for name in idle]
+        kept = [t for t in model.graph.initializer if t.external_data and t.name not in compared]
+        del model
         stored = stored_weights(folder / graph, manifest, weights)
+        coded = {name for name, entry in stored.items() if entry.kind != "float" or entry.step is not None}
+        unknown |= {t.name: None for t in kept if t.name not in idle and not _is_known(t.name, weights, coded)}
         if graph == MODEL:
             missing = dict.fromkeys(name for name in weights if name not in stored)
         for number, (name, entry) in enumerate(stored.items()):
@@ -125,19 +141,33 @@ def check_weights(
                 findings.append(found)
     findings.sort(key=lambda each: each.count, reverse=True)
     verdict.checks.append(Check.of(NAME, [(each.name, str(each)) for each in findings]))
-    if missing:
-        some = ", ".join(list(missing)[:3])
+    verdict.checks.append(Check.of(READ, unread))
+    if unknown:
         verdict.not_asked.append(
-            f"{len(missing)} weights by themselves ({some}{', ...' if len(missing) > 3 else ''}): {MODEL} has them in another form; "
-            "its outputs were compared"
+            f"{len(unknown)} stored tensors by themselves ({_some(unknown)}): the model has none of these names"
         )
-    if coded := [name for name, weight in source.weights.items() if is_coded(weight)]:
+    if missing:
         verdict.not_asked.append(
-            f"what codes of the model's own file lose ({len(coded)} weights): the float weights that they were made of are not there"
+            f"{len(missing)} weights by themselves ({_some(missing)}): {MODEL} has them in another form; its outputs were compared"
+        )
+    if own := [name for name, weight in source.weights.items() if is_coded(weight)]:
+        verdict.not_asked.append(
+            f"what codes of the model's own file lose ({len(own)} weights): the float weights that they were made of are not there"
         )
     if VISION in manifest["files"]:
         verdict.not_asked.append(f"the weights of {VISION} by themselves: its outputs were compared")
     return verdict
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*list(names)[:3], *["..."] * (len(names) > 3)])
+
+
+def _is_known(name: str, weights: Weights, coded: Collection[str]) -> bool:
+    """Whether an initializer is weights of the model, or a part of coded ones."""
+    return all(part in weights for part in name.split(SIDE_BY_SIDE)) or all(
+        part in coded for part in name.rpartition(".")[0].split(TOGETHER)
+    )
 
 
 def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
@@ -173,7 +203,6 @@ def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) 
 
 def _graph(path: Path) -> ir.Graph:
     """Weights and nodes of a graph, without value types and function bodies, which are most of it."""
-    import onnx
     import onnx_ir as ir
 
     from still_export.graph.weights_file import locate_weights

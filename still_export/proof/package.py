@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError, UnsupportedError
 from still_export.extras import demand
+from still_export.graph.options import ExportOptions
 from still_export.loading.runtimes import runtime_of
 from still_export.options import check_options, option
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
+from still_export.proof.inputs import Input, check_named, hash_of, inputs_of
 from still_export.proof.judge import Report
 from still_export.proof.prompts import Ranges
 from still_export.proof.runs import Asking
@@ -29,7 +31,6 @@ from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
-    from still_export.graph.options import ExportOptions
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
@@ -40,6 +41,9 @@ class VerifyOptions:
     """How a package is compared with PyTorch; every field is a flag of `still-export verify`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
+    overlays: tuple[str, ...] = option(
+        (), "With --model: an adapter that the package was exported with; repeatable.", flag="--overlay"
+    )
     lengths: tuple[int, ...] = option(
         (), "Prompt lengths.", commas=True, shown="drawn, by octaves up to the capacity as time allows"
     )
@@ -54,6 +58,7 @@ class VerifyOptions:
     text: Path | None = option(
         None, "Quantized packages: a text to measure the quantization loss on, in bits per byte."
     )
+    polygraphy: bool = option(False, "Also write calls.npz, data_loader.py and polygraphy.sh of a package that passes.")
     reference_device: str | None = option(
         None, "Where PyTorch answers: cpu or cuda.", shown="where the runtime runs", choices=("cpu", "cuda")
     )
@@ -75,6 +80,7 @@ class VerifyResult:
     report: Report
     subject: Subject
     loss: QuantizationLoss | None = None
+    inputs: tuple[Input, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -82,7 +88,12 @@ class VerifyResult:
         return self.report.passed
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
+        inputs = [vars(each) for each in self.inputs]
+        return {
+            **self.report.to_dict(),
+            "inputs": inputs,
+            **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()}),
+        }
 
 
 def verify(
@@ -111,6 +122,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     subject = proof.ready(added)
+    inputs = _inputs(proof)
     weights = _compare_weights(proof, progress)
     if output is None:
         output = folder / "verify"
@@ -125,18 +137,19 @@ def verify(
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
-        model_options = _options(proof.package, options.model, manifest["model"]["dtype"])
+        model_options = _options(proof.package, options, manifest["model"]["dtype"])
         with as_package_errors():
             report = report.including(Verdict.of([vision_check(proof.package, model_options, proof.seed)]))
     if options.calls is not None or not proof.quantized:
-        return VerifyResult(report, subject)
+        return VerifyResult(report, subject, inputs=inputs)
     if options.quick and options.text is None:
-        return VerifyResult(report.including(Verdict([], [QUICK_LOSS])), subject)
+        return VerifyResult(report.including(Verdict([], [QUICK_LOSS])), subject, inputs=inputs)
     from still_export.proof.quantized import quantization_loss_of
 
-    wide = _options(proof.package, options.model, "float32")
+    wide = _options(proof.package, options, "float32")
     device = options.reference_device or "cpu"
-    return VerifyResult(report, subject, quantization_loss_of(wide, folder, manifest, options.text, device))
+    loss = quantization_loss_of(wide, folder, manifest, options.text, device)
+    return VerifyResult(report, subject, loss, inputs)
 
 
 def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
@@ -147,33 +160,26 @@ def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
         )
     from still_export.folders.model import resolve_source
     from still_export.models.read.source import find_source
-    from still_export.proof.held_manifest import check_manifest
+    from still_export.proof.derived import check_derived
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
     package = proof.package
     _check_device(proof.options.reference_device)
-    model_options = _options(package, proof.options.model, "float32")
+    model_options = _options(package, proof.options, "float32")
     with _found(package):
         source = find_source(model_options)
-    check_manifest(package.manifest, source, _requested_type(package, proof.options.model))
-    verdict = check_weights(package.path, package.manifest, source, progress)
+        derived = check_derived(
+            package, _options(package, proof.options, package.manifest["config"]["dtype"]), progress
+        )
+    verdict = derived.verdict
+    verdict.add(check_weights(package.path, package.manifest, source, progress, derived.compared))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in model_options.overlays]
     verdict.add(
         check_source(source, model_options, resolve_source(model_options.model, model_options.revision), overlays)
     )
     return verdict
-
-
-def _requested_type(package: Package, model: str | None) -> str:
-    """The type that a package's options name; for "auto" the type of the user's files."""
-    from still_export.models.read.source import find_source
-
-    model_options = _options(package, model, package.manifest["config"]["dtype"])
-    if model_options.dtype != "auto":
-        return model_options.dtype
-    return str(next(iter(find_source(model_options).weights.values())).dtype).removeprefix("torch.")
 
 
 def _compare_runs(
@@ -192,7 +198,7 @@ def _compare_runs(
             "the graph in float32, and kernels by themselves: PyTorch's answers are from a file; verify without --calls"
         )
         report = Report.empty().with_run(
-            subject.title, Verifier(package, cases, subject, proof.steps).run(folder, progress)
+            subject.title, Verifier(package, cases, subject, proof.steps).run(folder, progress, options.polygraphy)
         )
         return report.including(Verdict([], [lacks]))
     open_package(package.path)  # right before it runs, every file has its hash
@@ -200,7 +206,7 @@ def _compare_runs(
     report = compare_graphs(asking, subject.adapter, progress)
     if package.manifest["model"]["dtype"] == "bfloat16":
         return report.including(Verdict([], [BFLOAT16]))
-    report = report.joined(compare_runtimes(asking, subject, proof.steps, folder, progress))
+    report = report.joined(compare_runtimes(asking, subject, proof.steps, folder, progress, options.polygraphy))
     return report.including(check_kernels(asking, subject, progress))
 
 
@@ -218,7 +224,7 @@ def _other_files(proof: _Proof, progress: Progress) -> Verdict:
     with _found(package):
         from still_export.folders.model import resolve_source
 
-        model_options = _options(package, options.model, "float32")
+        model_options = _options(package, options, "float32")
         verdict.add(check_files(package, resolve_source(model_options.model, model_options.revision)))
     return verdict
 
@@ -350,8 +356,9 @@ class _Proof:
     """An opened package and its proof's options; raises ConfigError and PackageError like `verify`."""
 
     def __init__(self, package: str | Path, options: VerifyOptions) -> None:
-        self.package, self.options = open_package(Path(package), check_hashes=False), options
+        self.package, self.options = open_package(Path(package), check_hashes=False, only_listed=True), options
         manifest = self.package.manifest
+        check_named(options.model, options.overlays, ExportOptions.from_manifest(manifest).overlays, self.package.path)
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
         self.quantized = manifest.get("quantization") is not None
         if options.text is not None and (not self.quantized or options.calls is not None):
@@ -408,7 +415,7 @@ class _Proof:
 
     def _options_of(self, package: Package, dtype: str) -> ExportOptions:
         with _found(package):
-            return _options(package, self.options.model, dtype)
+            return _options(package, self.options, dtype)
 
 
 def _has_cuda() -> bool:
@@ -439,9 +446,24 @@ def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
             raise ConfigError(f"--lengths {length} is outside 1..{limit}, the capacity of {package.path}.")
 
 
-def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
-    """The package's export options, in `dtype`, read from `model`."""
-    from still_export.graph.options import ExportOptions
-
+def _options(package: Package, given: VerifyOptions, dtype: str) -> ExportOptions:
+    """The package's export options, in `dtype`, of the user's model and overlays if a model is named."""
     options = ExportOptions.from_manifest(package.manifest)
-    return replace(options, model=model or options.model, dtype=dtype)
+    if given.model is not None:
+        options = replace(options, model=given.model, overlays=given.overlays, revision=None)
+    return replace(options, dtype=dtype)
+
+
+def _inputs(proof: _Proof) -> tuple[Input, ...]:
+    """What the reference is read from, with hashes."""
+    if proof.options.calls is not None:
+        return (Input("answers of PyTorch", str(proof.options.calls), hash_of(proof.options.calls), "user"),)
+    from still_export.folders.model import resolve_source
+
+    options = _options(proof.package, proof.options, "float32")
+    with _found(proof.package):
+        model = resolve_source(options.model, options.revision)
+    overlays = [resolve_source(name) for name in options.overlays]
+    return tuple(
+        inputs_of(model, overlays, proof.options.adapter, "user" if proof.options.model is not None else "package")
+    )

@@ -13,15 +13,13 @@ from pathlib import Path
 from still_export.errors import StillExportError
 from still_export.loading.runtimes import open_runner
 from still_export.package.files import MODEL
-from still_export.package.folder import Package
+from still_export.package.folder import Package, tool_versions
 from still_export.package.programs import PROGRAMS, RUNTIME, write_programs
 from still_export.package.refusals import RunError
 from still_export.proof.texts_asked import PROSE
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
-from still_export.targets.registry import packaged_target
-from still_export.version import __version__
 
 TOKENIZER = "tokenizer.json"
 TOKENS = 12
@@ -51,10 +49,23 @@ runpy.run_path(program, run_name="__main__")
 
 
 def check_programs(package: Package, provider: str = "cpu") -> Verdict:
-    """Run the programs of a package as a user does, and compare their tokens with the runner's."""
-    manifest, verdict = package.manifest, _check_copies(package)
-    program = package.path / PROGRAMS["ort"]
-    if not program.is_file() or program.name not in manifest["files"]:
+    """Compare the programs of a package with this version's, run these on the package, and compare their tokens with the runner's.
+
+    Nothing of the package is executed.
+    """
+    with tempfile.TemporaryDirectory(prefix="still-programs-") as scratch:
+        fresh = Path(scratch)
+        write_programs(fresh, [runner for runner, name in PROGRAMS.items() if name in package.manifest["files"]])
+        verdict = _compare_copies(package, fresh)
+        verdict.add(_run_program(package, fresh, provider))
+    return verdict
+
+
+def _run_program(package: Package, fresh: Path, provider: str) -> Verdict:
+    """Run the program in `fresh` on the package in a process of its own."""
+    manifest, verdict = package.manifest, Verdict()
+    program = fresh / PROGRAMS["ort"]
+    if not program.is_file():
         others = [name for name in PROGRAMS.values() if name in manifest["files"]]
         verdict.not_asked.append(
             f"{', '.join(others)}, run in a process of its own: it needs the GPU that the engine was built for"
@@ -78,8 +89,8 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
     except RunError as error:
         return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
     arguments = ["--prompt", prompt] if speaks else ["--prompt-ids", ",".join(map(str, ids))]
-    arguments += ["--tokens", str(TOKENS), "--provider", provider]
-    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *arguments])
+    arguments += ["--tokens", str(TOKENS), "--provider", provider, "--folder", str(package.path.absolute())]
+    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(fresh), str(program), *arguments])
     found, wrong = done.stdout.removesuffix("\n"), ""
     if done.returncode:
         wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
@@ -89,26 +100,21 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
     return verdict
 
 
-def _check_copies(package: Package) -> Verdict:
-    """The package's programs and other runtimes' configurations equal what this version writes, byte by byte."""
-    made, here = package.manifest["versions"].get("still-export"), __version__
+def _compare_copies(package: Package, fresh: Path) -> Verdict:
+    """Whether the package's programs are those that this version wrote into `fresh`."""
+    made, here = package.manifest["versions"].get("still-export"), tool_versions().get("still-export")
     names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
     if made != here:
-        return Verdict(
-            not_asked=[f"programs byte by byte: still-export {made} wrote them, and this is {here}"] if names else []
-        )
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_programs(folder, [runner for runner, name in PROGRAMS.items() if name in names])
-        right = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    derived = packaged_target(package.manifest).derived(package.path, package.manifest)
-    names |= derived.keys()
-    right |= {name: text.encode() for name, text in derived.items()}
-    found = {name: (package.path / name).read_bytes() for name in names if (package.path / name).is_file()}
-    wrong = sorted(name for name in right.keys() | found.keys() if right.get(name) != found.get(name))
-    what = f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not; export again" if wrong else ""
-    name = "its programs are those that this version writes"
-    return Verdict.of([Check(name, not wrong, what, wrong[0] if wrong else "")] if names else [])
+        line = f"its programs, byte by byte: still-export {made} wrote them, and this is {here}, whose own were run"
+        return Verdict(not_asked=[line] * bool(names))
+    right = {path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file()}
+    wrong = sorted(
+        name
+        for name in names | right
+        if name not in names & right or (package.path / name).read_bytes() != (fresh / name).read_bytes()
+    )
+    what = [(name, "it is not; export again") for name in wrong]
+    return Verdict.of([Check.of("its programs are those that this version writes", what)] if names else [])
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

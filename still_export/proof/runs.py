@@ -85,14 +85,19 @@ def compare_graphs(asking: Asking, adapter: Mapping[str, Any], progress: Progres
 
 
 def compare_runtimes(
-    asking: Asking, subject: Subject, replays: int, folder: Path | None, progress: Progress = silent
+    asking: Asking,
+    subject: Subject,
+    replays: int,
+    folder: Path | None,
+    progress: Progress = silent,
+    save_calls: bool = False,
 ) -> Report:
     """Compare runtimes in the package's own type with PyTorch in that type: `subject`, the other provider that the package has kernels for,
     and kernels that this machine does not load.
 
     Args:
         replays: Tokens of the runtime's own checks.
-        folder: For polygraphy's calls.
+        folder: For polygraphy's calls, which are written after a mismatch, or if `save_calls`.
     """
     package, report = asking.package, Report.empty()
     drawn = DrawnOnce(asking.cases(package, OWN_SHARE))
@@ -103,7 +108,8 @@ def compare_runtimes(
     for provider in providers:
         of = subject if provider == subject.provider else Subject(package, "ort", provider, adapter=subject.adapter)
         first = of is subject
-        run = _compare(package, drawn, of, progress, of.title, replays if first else 0, folder if first else None)
+        into = folder if first else None
+        run = _compare(package, drawn, of, progress, of.title, replays if first else 0, into, save_calls)
         report = report.with_run(of.title, run)
     report.asked.append(f"{subject.title}: {asking.ranges(OWN_SHARE).asked()}")
     return report.including(Verdict([], [f"the package's kernels for GPUs: {missing}"] if missing else []))
@@ -117,6 +123,7 @@ def _compare(
     name: str,
     replays: int = 0,
     folder: Path | None = None,
+    save_calls: bool = False,
 ) -> Report:
     """Compare once, and again if the reference made another subject's choices at a near tie."""
 
@@ -125,10 +132,10 @@ def _compare(
 
     verifier = Verifier(package, cases, subject, replays)
     try:
-        report = verifier.run(folder, say)
+        report = verifier.run(folder, say, save_calls)
         if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
             cases.forget()
-            report = verifier.run(folder, say)
+            report = verifier.run(folder, say, save_calls)
     except RunError as error:
         if folder is not None:
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -358,7 +359,11 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     stored = str(kind).removeprefix("torch.")
     own: Callable[[Sequence[int]], np.ndarray] | None = None
     if where:
-        own = _with_activations_in_8_bits(model)
+
+        def own(ids: Sequence[int]) -> np.ndarray:
+            with activations_in_8_bits(model):
+                return logprobs_of(model, ids)
+
         notes.append("a GGUF file's runtime may round activations to 8 bits: bounds follow PyTorch's run that does")
     elif stored != "float32":
         half = (
@@ -380,8 +385,9 @@ def _stored_type(folder: Path | None) -> Any:
     return getattr(AutoConfig.from_pretrained(folder), "dtype", None) or torch.float32
 
 
-def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndarray]:
-    """Log-probabilities of `model` with the input of each linear layer rounded to 8 bits, 32 numbers a scale, as llama.cpp does."""
+@contextmanager
+def activations_in_8_bits(model: Any) -> Iterator[None]:
+    """Round the input of each linear layer to 8 bits, 32 numbers a scale, as llama.cpp and ONNX Runtime do."""
     import torch
 
     def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -392,15 +398,12 @@ def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndar
         scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
         return ((blocks / scale).round().mul(scale).flatten(-2).to(x.dtype), *inputs[1:])
 
-    def run(ids: Sequence[int]) -> np.ndarray:
-        handles = [m.register_forward_pre_hook(rounded) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-        try:
-            return logprobs_of(model, ids)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    return run
+    handles = [m.register_forward_pre_hook(rounded) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def to_dict(reports: Sequence[WayReport], notes: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import shlex
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from still_export.package.folder import Package
-from still_export.package.staging import staged_files
 from still_export.proof.absolute import (
     LOGITS,
     constant_check,
@@ -25,7 +23,7 @@ from still_export.proof.absolute import (
     rounding_check,
 )
 from still_export.proof.answers import EMPTY, Answer, Decisions, Progress, Question, ask, silent
-from still_export.proof.calls_file import CallsFile
+from still_export.proof.calls_file import CallsFile, remove_calls
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.codes import scale_name
 from still_export.proof.judge import Bounds, Judged, OutputReport, Report
@@ -78,16 +76,14 @@ class Verifier:
         self.dtype = package.manifest["model"]["dtype"]
         subject.watch = tuple(op.watched for op in self.ties.each if op.watched)
 
-    def run(self, folder: Path | None = None, progress: Progress = silent) -> Report:
+    def run(self, folder: Path | None = None, progress: Progress = silent, save_calls: bool = False) -> Report:
         """Run the subject, then PyTorch with the subject's choices, and compare.
 
         Args:
-            folder: For the calls that polygraphy's own command can repeat (inputs.json, outputs.json, polygraphy.sh); None: none.
+            folder: Gets calls for polygraphy's own command after a mismatch, or if `save_calls`; None: never.
             progress: Called with the number of the subject's answers, of PyTorch's layers, and of compared cases.
         """
         if folder is not None:
-            import polygraphy.comparator  # noqa: F401  # writes the calls at the end; if it is missing, this fails first
-
             folder.mkdir(parents=True, exist_ok=True)
         if self.answered is None:
             questions = [self.cases.begin(number) for number in range(self.cases.count)]
@@ -102,16 +98,13 @@ class Verifier:
         free_memory()
         self.cases.progress = progress
         drawn = self.cases.draw(range(self.cases.count), answers.decisions if self.cases.uses_decisions else EMPTY)
-        if folder is None:
-            judged, bounds = self._compare_all(drawn, answers, progress, None)
-            return self.judge(judged, bounds, answers, "")
-        with staged_files(folder) as work, CallsFile(work, self.subject) as calls:
-            judged, bounds = self._compare_all(drawn, answers, progress, calls)
-            command = self.subject.command()
-            command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
-            line = shlex.join(command + polygraphy_bounds(bounds))
-            (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        return self.judge(judged, bounds, answers, line)
+        calls = CallsFile(self.subject) if folder is not None else None
+        judged, bounds = self._compare_all(drawn, answers, progress, calls)
+        report = self.judge(judged, bounds, answers, "")
+        if folder is None or calls is None:
+            return report
+        remove_calls(folder)
+        return replace(report, command=calls.write(folder)) if save_calls or not report.passed else report
 
     def _compare_all(
         self, drawn: list[Case], answers: Answers, progress: Progress, calls: CallsFile | None
@@ -225,12 +218,6 @@ class Verifier:
         if not checks:
             checks.append(rounding_check(rows, self.dtype))
         return [*checks, finite_check(findings), constant_check(findings), likeliest_check(tokens)]
-
-
-def polygraphy_bounds(bounds: Bounds) -> list[str]:
-    """Polygraphy's flags."""
-    limits = [f"{name}:{bound:.3g}" for name, bound in bounds.absolute.items()]
-    return ["--atol", "0.0", *limits, "--rtol", "0.0", "--check-error-stat", "elemwise", "--infinities-compare-equal"]
 
 
 def _not_compared(selections: Choices, rows: int) -> list[str]:

@@ -14,11 +14,14 @@ import numpy as np
 from still_export.errors import PackageError, UnsupportedError
 
 GENAI_CONFIG = "genai_config.json"
-WHOLE, STEP = "prefill.onnx", "decode.onnx"
+PAIRS = (("prefill.onnx", "decode.onnx"), ("decoder_model.onnx", "decoder_with_past_model.onnx"))
+"""File names of separate graphs for prompts and steps."""
 FILES = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx", "decoder.onnx")
-"""File names of a single decoder graph; separate graphs for prompts and steps have the two names above."""
+"""File names of a single decoder graph."""
 
 TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+KEEP, BRANCH = "num_logits_to_keep", "use_cache_branch"
+"""Inputs of transformers.js's and optimum's graphs: how many tokens get logits, and whether there are past states."""
 TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -89,7 +92,7 @@ class Graph:
         self.states: list[ForeignState] = []
         unknown = []
         for name in self.inputs:
-            if name in (TOKENS, MASK, POSITIONS):
+            if name in (TOKENS, MASK, POSITIONS, KEEP, BRANCH):
                 continue
             present = self.presents.get(shared_name(name))
             if present is None or len(self.inputs[name].shape) != len(self.outputs[present].shape):
@@ -176,6 +179,10 @@ class ForeignModel:
         if POSITIONS in graph.inputs:
             wide = len(graph.inputs[POSITIONS].shape) == ROWS
             inputs[POSITIONS] = np.stack([positions] * ROWS) if wide else positions
+        if KEEP in graph.inputs:
+            inputs[KEEP] = np.full(graph.inputs[KEEP].shape, tokens.shape[1])
+        if BRANCH in graph.inputs:
+            inputs[BRANCH] = np.array([bool(self.arrays)])
         for state in graph.states:
             empty = np.zeros((self.batch, *state.shape), state.dtype)
             inputs[state.past] = self.arrays.get(state.name, empty)
@@ -187,7 +194,7 @@ class ForeignModel:
             raise UnsupportedError(
                 f"{graph.path.name} refuses {list(tokens.shape)} tokens: {_reason(error)}"
             ) from error
-        self.arrays = {name: found[present] for name, present in graph.presents.items()}
+        self.arrays = self.arrays | {name: found[present] for name, present in graph.presents.items()}
         logits: np.ndarray = found["logits"]
         return logits.astype(np.float32)
 
@@ -202,9 +209,10 @@ def graph_files(path: Path) -> list[Path]:
         return [path]
     if name := _genai_config(path).get("filename"):
         return [path / name]
-    if (path / WHOLE).is_file() and (path / STEP).is_file():
-        return [path / WHOLE, path / STEP]
     for folder in (path, path / "onnx"):
+        for pair in PAIRS:
+            if all((folder / name).is_file() for name in pair):
+                return [folder / name for name in pair]
         for name in FILES:
             if (folder / name).is_file():
                 return [folder / name]

@@ -18,6 +18,7 @@ from still_export.options import names_of
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package, open_package, staged_folder
 from still_export.targets.lower import PORTABLE_FOLDER, demand, dumper, lower_into, refuse_flags_of_others
+from still_export.targets.portable.narrow import narrow_package
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of, targets_of
 
@@ -65,6 +66,50 @@ def export(
         lower_into(hub, folder, target, options, progress, os.replace, dump)
         shutil.rmtree(hub)
     return open_package(Path(output), check_hashes=False)
+
+
+def derive(
+    job: Job,
+    folder: Path,
+    portable: str | None = None,
+    calibration: dict[str, Any] | None = None,
+    narrow: str | None = None,
+    progress: Progress = silent,
+) -> tuple[set[str], bool]:
+    """Export into the existing, empty `folder` without reading weights and compiling kernels, to compare a package with.
+
+    Args:
+        portable: The identity of the portable package, which depends on the weights.
+        calibration: The calibration that the package's manifest records.
+        narrow: Type that the portable package is narrowed to, as `lower --dtype` does.
+
+    Returns:
+        Names of the weights that are holes of the weights' files, and whether the target wrote the weights anew.
+
+    Raises:
+        StillExportError: As `export`.
+    """
+    target, holes = target_of(job.to, job.options), set[str]()
+    hub = folder / PORTABLE_FOLDER
+    hub.mkdir()
+    write_portable(
+        job.export_options,
+        hub,
+        partial(target.layout_for, options=job.options),
+        target.to,
+        check=lambda manifest: target.check_model(manifest, job.options),
+        progress=progress,
+        holes=holes,
+        calibration=calibration,
+    )
+    if narrow is not None:
+        wide, hub = hub, folder / f".{narrow}.part"
+        hub.mkdir()
+        narrow_package(Package(wide, read_manifest(wide / MANIFEST)), hub, narrow, progress, holes)
+        shutil.rmtree(wide)
+    rewritten = lower_into(hub, folder, target, job.options, progress, os.replace, holes=holes, portable=portable)
+    shutil.rmtree(hub)
+    return holes, rewritten
 
 
 @dataclass(frozen=True)

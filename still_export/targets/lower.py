@@ -151,26 +151,33 @@ def lower_into(
     transfer: Callable[[Path, Path], Any] = shutil.copyfile,
     dump: Dump | None = None,
     command: str = "",
-) -> None:
+    holes: set[str] | None = None,
+    portable: str | None = None,
+) -> bool:
     """Lower the portable package `source` into the existing, empty `folder`.
 
     Args:
         transfer: Copies or moves an unchanged file. It must not link: onnx refuses weights with two names.
         dump: Called with the graph after each pass.
         command: Replaces the export's command in the manifest.
+        holes: As of `Lowering`.
+        portable: The identity of the portable package, if its weights are holes.
+
+    Returns:
+        Whether the target wrote the weights anew.
     """
     manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
     demand_portable(Package(source, manifest))
     native = manifest.pop("native", None)  # ONNX Runtime's kernel
     content = {k: v for k, v in manifest.items() if k not in GENERATED}
-    content |= {"portable": portable_identity(files), **({"command": command} if command else {})}
+    content |= {"portable": portable or portable_identity(files), **({"command": command} if command else {})}
     content.setdefault("state_identity", state_identity(content))
     target.check_model(content, options)
     say(f"lowering for {target.to}")
     traits = {*target.traits(options), *(() if content.get("quantization") else (FLOAT_WEIGHTS,))}
     traits |= {SPECULATION} if content.get("speculate") else set()
-    lowering = Lowering(folder, content, options, say, dump)
+    lowering = Lowering(folder, content, options, say, dump, holes=holes)
     graph, rewritten = _lowered(source, lowering, target, traits)
     skip = {
         MODEL,
@@ -188,6 +195,7 @@ def lower_into(
     target.finish(lowering, graph)
     say("hashing")
     write_manifest(folder, content, {p.name: files[p.name] for p in transferred if p.name not in lowering.changed})
+    return rewritten
 
 
 def demand_portable(package: Package) -> Package:
@@ -217,7 +225,9 @@ def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str])
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
     if rewritten:
-        save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
+        save_streaming(
+            model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total), lowering.holes
+        )
     else:
         place_weights(model, lowering.folder, DATA)
         ir.save(model, path)

@@ -37,6 +37,7 @@ class Lowering:
         dump: Called with the graph after each pass.
         passes: Number of changes, by pass.
         changed: Files of the portable package that the target rewrote.
+        holes: Given, nothing is compiled, and these weights are holes of their files (`save_streaming`).
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Lowering:
     dump: Dump | None = None
     passes: dict[str, int] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    holes: set[str] | None = None
 
 
 def _nothing(*_: Any) -> None: ...

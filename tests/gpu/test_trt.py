@@ -38,7 +38,9 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     tensorrt.run(f"still build {package} --quiet --trust-native", 900, "build")
     proof.versions["tensorrt"] = json.loads((package / "manifest.json").read_text())["engines"][0]["tensorrt"]
     proof.figures["tactics"] = tactics_of((package / "engine.json").read_text(errors="replace"))
-    said = tensorrt.run(f"still verify {package} --runtime trt --calls {source}.npz --quiet", 300, "verify")
+    said = tensorrt.run(
+        f"still verify {package} --runtime trt --calls {source}.npz --polygraphy --quiet", 300, "verify"
+    )
     assert said.rstrip().endswith("PASSED"), said[-2000:]
     proof.figures["verify"] = told_by_verify(said)
     if codes := json.loads((package / "manifest.json").read_text()).get("source_codes"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -185,6 +185,19 @@ def _choose_wide(rounding: Rounding, texts: Texts, budget: float) -> tuple[list[
             f"by {losses[len(order)]:+.3%}. Ask for that at least."
         )
     return order[: least + more], losses[least + more]
+
+
+def calibrated_forms(forms: Mapping[str, Form], eight_bits: Collection[str]) -> dict[str, Form]:
+    """The forms that `calibrate` returned, without its codes: `eight_bits` are those of its entry."""
+    found = {}
+    for name, form in forms.items():
+        wanted = form.bits == 4 and form.base is not None and form.method != EXACT
+        if wanted and name in eight_bits:
+            form = _in_eight(form)
+        elif wanted and form.base is not None and form.base.dim() > 2:  # experts are rounded to nearest
+            form = replace(form, method=DEFAULT_METHOD)
+        found[name] = form
+    return found
 
 
 def _in_eight(form: Form) -> Form:

@@ -149,10 +149,10 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
         ops={**manifest["ops"], **ops},
         prefill_tokens=options.prefill_tokens or _prefill_tokens(manifest, options),
     )
-    library = None if options.archs else _library(options, manifest)
-    if options.archs:
+    library = None if options.archs or lowering.holes is not None else _library(options, manifest)
+    if options.archs and lowering.holes is None:
         lowering.say("compiling the GPU kernels")
-    if options.archs or library:
+    if (options.archs and lowering.holes is None) or library:
         manifest["native"] = add_native(
             lowering.folder, library, options.cpu, options.onnxruntime_include, options.archs
         )

@@ -63,11 +63,12 @@ def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
         )
 
 
-def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> Package:
+def narrow_package(source: Package, folder: Path, dtype: str, say: Progress, holes: set[str] | None = None) -> Package:
     """Write the portable float32 package `source` in 16 bits into the existing, empty `folder`.
 
     Args:
         source: Its weights are read one at a time.
+        holes: As of `save_streaming`.
         folder: Gets a portable package without runtime graph.
 
     Raises:
@@ -81,7 +82,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
     strip_functions(model)
     _Narrowing(model.graph, dtype).run()
     attach_functions(model)
-    save_streaming(model, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
+    save_streaming(model, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total), holes)
     native = manifest.get("native") or {"library": ""}
     apart = {MODEL, DATA, PORTABLE, *PROGRAMS.values(), native["library"]}
     for name in manifest["files"]:

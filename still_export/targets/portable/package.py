@@ -50,6 +50,8 @@ def write_portable(
     command: str = "",
     progress: Progress = silent,
     dump: Dump | None = None,
+    holes: set[str] | None = None,
+    calibration: dict[str, Any] | None = None,
 ) -> Package:
     """Read and trace a model, and write the portable package into the existing, empty `folder`.
 
@@ -59,6 +61,8 @@ def write_portable(
         check: Raises, before tracing, if the target does not support a model with this manifest.
         command: The command line, recorded in the manifest.
         dump: Called with the graph after each pass.
+        holes: As of `save_streaming`.
+        calibration: The manifest's entry of an export to repeat without its text; only weights in 8 bits follow from it.
 
     Raises:
         StillExportError: The model cannot be read or exported.
@@ -90,15 +94,15 @@ def write_portable(
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     warn_of_settings(model.generation_config)
     model.generation_config.save_pretrained(folder)
-    planned = _plan_quantization(source, head, options, layout(dtype), to, progress)
+    planned = _plan_quantization(source, head, options, layout(dtype), to, progress, calibration)
     progress("tracing")
-    manifest |= _write_graph(source, head, options, folder, progress, manifest, planned, dump)
+    manifest |= _write_graph(source, head, options, folder, progress, manifest, planned, dump, holes)
     if source.vision is not None:
         from still_export.graph.vision import vision_graph
         from still_export.graph.weights_file import save_streaming
 
         progress("tracing the encoder of images")
-        save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data")
+        save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data", holes=holes)
         manifest["vision"] = source.vision.settings
     progress("hashing")
     write_manifest(folder, manifest)
@@ -114,6 +118,7 @@ def _write_graph(
     manifest: dict[str, Any],
     planned: Planned | None,
     dump: Dump | None,
+    holes: set[str] | None,
 ) -> dict[str, Any]:
     """Write graph and weights; returns the manifest's entries for the graph's ops and, if quantized, its weights."""
     from still_export.graph.lower import portable_graph
@@ -158,7 +163,7 @@ def _write_graph(
         give_pages_back()
         say("writing the weights", done, total)
 
-    save_streaming(lowered, folder / PORTABLE, DATA, written)
+    save_streaming(lowered, folder / PORTABLE, DATA, written, holes)
     if coded := sum(map(is_coded, weights.values())):
         exact = [part for role in entries.get("quantization", {}).get("roles", {}).values() for part in role]
         exact_count = sum(part["weights"] for part in exact if part["method"] == EXACT)
@@ -184,7 +189,13 @@ def _own(head: Source | None) -> dict[str, Weight]:
 
 
 def _plan_quantization(
-    source: Source, head: Source | None, options: ExportOptions, layout: Layout, to: str, progress: Progress
+    source: Source,
+    head: Source | None,
+    options: ExportOptions,
+    layout: Layout,
+    to: str,
+    progress: Progress,
+    calibration: dict[str, Any] | None,
 ) -> Planned | None:
     """The forms of the weights, calibrated if requested; None: they are not quantized."""
     if (policy := options.quantization(layout, to)) is None:
@@ -199,7 +210,12 @@ def _plan_quantization(
     policy, forms = plan_forms({**source.weights, **own}, roles, policy)
     if not options.calibrates:
         return Planned(roles, forms, policy, {})
-    from still_export.graph.quantization.calibrate import calibrate, read_rows
+    from still_export.graph.quantization.calibrate import calibrate, calibrated_forms, read_rows
+
+    if calibration is not None:
+        own_forms = {name: form for name, form in forms.items() if name in own}
+        forms = calibrated_forms(forms, calibration.get("eight_bits") or ())
+        return Planned(roles, {**forms, **own_forms}, policy, {"calibration": calibration})
     from still_export.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(options.model, options.revision)

@@ -43,7 +43,7 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
     ]  # the graph has no head
     for state in manifest["states"]:
         state["in_place"] = plugins  # kernels use one buffer for past and present; bodies do not
-    if plugins:
+    if plugins and lowering.holes is None:
         manifest["plugins"] = _write_plugins(graph, lowering.folder, trt, lowering.say)
 
 

@@ -108,7 +108,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
 def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
     """PyTorch's calls are in float32; the package takes and is saved in its own type, which polygraphy's command repeats."""
     package = export_tiny("llama", "float16").path
-    assert call("verify", package, "--lengths", "17", "--decode-steps", "9", "-o", tmp_path) == 0
+    assert call("verify", package, "--lengths", "17", "--decode-steps", "9", "-o", tmp_path, "--polygraphy") == 0
     assert "nearest to its bound: " in capsys.readouterr().out
     done = subprocess.run(["sh", tmp_path / "polygraphy.sh"], capture_output=True, text=True)
     assert done.returncode == 0 and "Pass Rate: 100.00%" in done.stdout, done.stdout[-2000:]

@@ -15,7 +15,7 @@ from still_export.cli.main import main
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.proof import foreign
 from still_export.proof.foreign import ForeignProof, ForeignReport
-from still_export.runtime.foreign import shared_name
+from still_export.runtime.foreign import PAIRS, shared_name
 
 VOCABULARY, SIZE = 29, 6
 EMBEDDING, HEAD = (np.random.default_rng(i).normal(size=(VOCABULARY, SIZE)) for i in range(2))
@@ -124,11 +124,12 @@ def test_planted_faults_fail(fault: str, found: str, tmp_path: Path, model: str)
         assert failed == ["24 steps behind 107, batch 2", "padding on the left", "padding on the right"]
 
 
-def test_one_graph_for_prompts_and_one_for_steps(tmp_path: Path, model: str) -> None:
-    graph(tmp_path / "prefill.onnx", mask=False)
-    graph(tmp_path / "decode.onnx", mask=False)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_graph_for_prompts_and_one_for_steps(pair: tuple[str, str], tmp_path: Path, model: str) -> None:
+    for name in pair:
+        graph(tmp_path / name, mask=False)
     assert proven(tmp_path, model).passed
-    graph(tmp_path / "decode.onnx", "state", mask=False)
+    graph(tmp_path / pair[1], "state", mask=False)
     assert not proven(tmp_path, model).passed
 
 

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
 from still_export.errors import ModelNotFoundError
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
-from still_export.package.folder import Package
+from still_export.package.folder import Package, open_package
 from still_export.proof.held_weights import check_weights
 from still_export.proof.verdict import Verdict
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
-from tests.still_export.proof.plants import exchange, searched_copy, with_weights
+from tests.still_export.proof.plants import exchange, planted, searched_copy, with_weights
 from tests.still_export.tiny import plain_model, still_model
 
 SIZES: dict[str, Any] = dict(
@@ -179,3 +180,27 @@ def test_gguf_codes_are_taken_over_exactly(
 
     check = held(with_weights(package, tmp_path / "off", scale_off)).checks[0]
     assert not check.passed and check.where == layer(1, DOWN)
+
+
+def test_a_weight_that_only_its_name_shows_is_seen(export_tiny: Exporter, tmp_path: Path) -> None:
+    """The embedding under its own name is read by a node that no output needs, and another one is read."""
+    package = export_tiny("llama", sizes=SIZES, layer_types=LAYERS)
+    source = find_source(ExportOptions.from_manifest(package.manifest))
+    right = check_weights(package.path, package.manifest, source)
+    assert right.passed and len(right.checks) == 2, right
+    with planted(package, tmp_path / "decoy") as folder:
+        graph = onnx.load(folder / "model.onnx")
+        table = next(t for t in graph.graph.initializer if t.name == EMBEDDING)
+        for node in graph.graph.node:
+            for number, name in enumerate(node.input):
+                if name == EMBEDDING:
+                    node.input[number] = "other"
+        values = onnx.numpy_helper.to_array(table).copy()
+        values[40:] = 0
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(values, "other"))
+        graph.graph.node.insert(0, onnx.helper.make_node("Gather", [EMBEDDING, "input_ids"], ["unread"], name="unread"))
+        (folder / "model.onnx").unlink()
+        onnx.save(graph, folder / "model.onnx")
+    verdict = check_weights(folder, open_package(folder).manifest, source)
+    (check,) = [check for check in verdict.checks if not check.passed]
+    assert check.where == "model.onnx" and EMBEDDING in check.what

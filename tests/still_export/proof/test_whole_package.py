@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ import pytest
 from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
+from still_export.package.programs import write_programs
 from still_export.proof import runs as runs_of_package
 from still_export.proof import sessions
 from still_export.proof.answers import Decisions
+from still_export.proof.derived import check_derived
 from still_export.proof.package import QUICK_LEAVES_OUT, VerifyOptions, verify
-from still_export.proof.package_programs import _check_copies, _run, check_programs
+from still_export.proof.package_programs import _compare_copies, _run, check_programs
 from still_export.proof.prompts import Ranges
 from still_export.proof.runs import (
     IN_FLOAT32,
@@ -31,6 +34,7 @@ from still_export.proof.runs import (
 )
 from still_export.proof.sessions import Subject
 from still_export.proof.torch_cases import TorchCases
+from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier
 from still_export.proof.whole_package import check_files
 from still_export.targets.export import export
@@ -170,20 +174,21 @@ def test_what_was_not_asked_is_said(export_tiny: Exporter) -> None:
 
 
 @pytest.mark.slow
-def test_every_fault_of_programs_is_seen(package: Package, tmp_path: Path) -> None:
+def test_every_fault_of_programs_is_seen_and_nothing_of_a_package_runs(package: Package, tmp_path: Path) -> None:
     """The program itself, a module that it imports at its start, and one that no command needs at once."""
     right = check_programs(package)
     assert right.passed and not right.not_asked and len(right.checks) == 2, right.checks
     faults = {
-        "run_ort.py": lambda text: "raise SystemExit\n",
-        "runtime/runners/text.py": lambda text: "raise SystemExit\n",
+        "run_ort.py": lambda text: f"open({str(tmp_path / 'ran')!r}, 'w')\n{text}",
+        "runtime/runners/text.py": lambda text: f"open({str(tmp_path / 'ran')!r}, 'w')\n{text}",
         "runtime/runners/sampling.py": lambda text: text.replace("argmax", "argmin"),
     }
     for number, (name, change) in enumerate(faults.items()):
         with planted(package, tmp_path / str(number)) as folder:
             path = folder / name
             path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
-        assert not any(check.passed for check in check_programs(open_package(folder)).checks), name
+        copies, run = check_programs(open_package(folder)).checks
+        assert not copies.passed and copies.where == name and run.passed and not (tmp_path / "ran").exists(), name
 
 
 @pytest.mark.slow
@@ -196,9 +201,15 @@ def test_a_package_whose_tokenizer_has_no_tokens_is_asked_by_ids(package: Packag
     assert verdict.passed, verdict.checks
 
 
+def copies(package: Package, scratch: Path) -> Verdict:
+    with TemporaryDirectory(dir=scratch) as fresh:
+        write_programs(Path(fresh), ["ort"])
+        return _compare_copies(package, Path(fresh))
+
+
 def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) -> None:
     """What twelve greedy tokens do not ask: a bound of sampling, a lost file, a new one; another version's are not compared."""
-    assert _check_copies(package).passed
+    assert copies(package, tmp_path).passed
     name = "runtime/runners/sampling.py"
     changes: dict[str, Callable[[Path], Any]] = {
         name: lambda folder: (folder / name).write_text((folder / name).read_text().replace("top_p", "top_k")),
@@ -208,11 +219,11 @@ def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) ->
     for number, (where, change) in enumerate(changes.items()):
         with planted(package, tmp_path / str(number)) as folder:
             change(folder)
-        (check,) = _check_copies(open_package(folder)).checks
+        (check,) = copies(open_package(folder), tmp_path).checks
         assert not check.passed and check.where == where, check
     versions = {**package.manifest["versions"], "still-export": "0.0.1"}
     older = Package(folder, {**package.manifest, "versions": versions})
-    assert not _check_copies(older).checks and len(_check_copies(older).not_asked) == 1
+    assert not copies(older, tmp_path).checks and len(copies(older, tmp_path).not_asked) == 1
 
 
 @pytest.mark.slow
@@ -221,14 +232,14 @@ def test_what_another_program_reads_is_of_this_version(tmp_path: Path) -> None:
     make_base(tmp_path / "model")
     options = ExportOptions(str(tmp_path / "model"), attach_untrained=True, still={"capacity_tokens": 256})
     package = export(options, tmp_path / "package", to="genai")
-    (check,) = _check_copies(package).checks
-    assert check.passed, check
+    options = ExportOptions.from_manifest(package.manifest)
+    assert check_derived(package, options).verdict.passed
     for number, change in enumerate(
         (lambda said: said["search"].update(do_sample=True), lambda said: said["model"].update(eos_token_id=[3]))
     ):
         with planted(package, tmp_path / str(number)) as folder:
             edit(folder, "genai_config.json", change)
-        (check,) = _check_copies(open_package(folder)).checks
+        check = check_derived(open_package(folder), options).verdict.checks[0]
         assert not check.passed and check.where == "genai_config.json"
 
 
@@ -357,8 +368,8 @@ def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
     report = verify(folder, VerifyOptions(lengths=(3,), decode_steps=1), tmp_path).report
     names = {check.name.partition(" ")[0] for check in report.checks}
     assert {"every", "the", "generation", "end", "portable"} <= names
-    wrong = [check.where for check in report.checks if not check.passed]
-    assert not report.passed and wrong == ["tokenizer.json", "tokenizer_config.json", "manifest.json: chat"]
+    wrong = {check.where for check in report.checks if not check.passed}
+    assert not report.passed and wrong == {"tokenizer.json", "tokenizer_config.json", "manifest.json: chat"}
 
 
 @pytest.mark.slow
