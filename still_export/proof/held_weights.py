@@ -128,8 +128,7 @@ def check_weights(
         kept = [t for t in model.graph.initializer if t.external_data and t.name not in compared]
         del model
         stored = stored_weights(folder / graph, manifest, weights)
-        coded = {name for name, entry in stored.items() if entry.kind != "float" or entry.step is not None}
-        unknown |= {t.name: None for t in kept if t.name not in idle and not _is_known(t.name, weights, coded)}
+        unknown |= {t.name: None for t in kept if t.name not in idle and not _is_known(t.name, weights, stored)}
         if graph == MODEL:
             missing = dict.fromkeys(name for name in weights if name not in stored)
         for number, (name, entry) in enumerate(stored.items()):
@@ -163,10 +162,10 @@ def _some(names: Collection[str]) -> str:
     return ", ".join([*list(names)[:3], *["..."] * (len(names) > 3)])
 
 
-def _is_known(name: str, weights: Weights, coded: Collection[str]) -> bool:
+def _is_known(name: str, weights: Weights, stored: Collection[str]) -> bool:
     """Whether an initializer is weights of the model, or a part of coded ones."""
     return all(part in weights for part in name.split(SIDE_BY_SIDE)) or all(
-        part in coded for part in name.rpartition(".")[0].split(TOGETHER)
+        part in stored for part in name.rpartition(".")[0].split(TOGETHER)
     )
 
 

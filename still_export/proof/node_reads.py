@@ -15,10 +15,10 @@ def unread_initializers(model: onnx.ModelProto) -> list[str]:
     A function's input counts as read if one of the function's outputs depends on it. Subgraphs of If, Loop and Scan read what their nodes
     name.
     """
-    functions = {(f.domain, f.name): f for f in model.functions}
-    inputs: dict[tuple[str, str], set[int]] = {}
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions}
+    inputs: dict[tuple[str, str, str], set[int]] = {}
 
-    def read_inputs(key: tuple[str, str]) -> set[int]:
+    def read_inputs(key: tuple[str, str, str]) -> set[int]:
         if key not in inputs:
             function = functions[key]
             inputs[key] = set(range(len(function.input)))  # if it calls itself, which onnx forbids
@@ -27,7 +27,7 @@ def unread_initializers(model: onnx.ModelProto) -> list[str]:
         return inputs[key]
 
     def read(node: onnx.NodeProto) -> Iterator[str]:
-        key = (node.domain, node.op_type)
+        key = (node.domain, node.op_type, node.overload)
         wanted = read_inputs(key) if key in functions else None
         yield from (name for n, name in enumerate(node.input) if name and (wanted is None or n in wanted))
         for attribute in node.attribute:
