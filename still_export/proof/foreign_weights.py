@@ -16,7 +16,7 @@ ALIKE = 0.35
 """Most relative distance of decoded codes to the weight that they were made of: 2 bits lose a third, another weight differs by 1.4."""
 
 
-class NotDecodedError(Exception):
+class NotDecoded(Exception):
     """The file has low-bit weights that are not decoded here, or that are no weights of the model."""
 
 
@@ -27,7 +27,7 @@ def take_weights(model: Any, files: set[Path]) -> int:
         The number of weights.
 
     Raises:
-        NotDecodedError: A node's codes are not decoded here, or none of the model's weights is like them.
+        NotDecoded: A node's codes are not decoded here, or none of the model's weights is like them.
     """
     linear = {id(m): m for m in model.modules() if isinstance(m, torch.nn.Linear)}
     tables = {id(m): m for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -41,7 +41,7 @@ def take_weights(model: Any, files: set[Path]) -> int:
             left = decoded[start:]
             module = next((m for m in (tables if kind == ROWS else linear).values() if _is_like(m.weight, left)), None)
             if module is None:
-                raise NotDecodedError(f"no weight of the model is like rows {start} and following of {name}")
+                raise NotDecoded(f"no weight of the model is like rows {start} and following of {name}")
             (tables if kind == ROWS else linear).pop(id(module))
             rows = len(module.weight)
             module.weight = torch.nn.Parameter(torch.from_numpy(left[:rows].copy()).to(module.weight.dtype), False)
@@ -71,7 +71,7 @@ def _decoded(file: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             elif node.op_type == ROWS:
                 yield ROWS, node.input[0], _rows(facts, arrays, parts[node.input[0]].data_type)
             elif node.op_type in ("QMoE", CODES, "MatMulInteger", "DynamicQuantizeMatMul"):
-                raise NotDecodedError(f"{node.op_type} {node.name}")
+                raise NotDecoded(f"{node.op_type} {node.name}")
 
 
 def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -79,7 +79,7 @@ def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
     if bits == 8:
         return packed
     if bits not in (2, 4):
-        raise NotDecodedError(f"codes of {bits} bits")
+        raise NotDecoded(f"codes of {bits} bits")
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).reshape(*packed.shape[:-1], -1)
 
@@ -89,7 +89,7 @@ def _product(facts: dict[str, Any], arrays: list[np.ndarray | None]) -> np.ndarr
     bits, (rows, inputs) = facts.get("bits", 4), (facts["N"], facts["K"])
     packed, scales = arrays[1], arrays[2]
     if packed is None or scales is None or (len(arrays) > 4 and arrays[4] is not None):
-        raise NotDecodedError("MatMulNBits with computed codes or with an order of inputs")
+        raise NotDecoded("MatMulNBits with computed codes or with an order of inputs")
     codes = _nibbles(packed.reshape(rows, -1, packed.shape[-1]), bits).astype(np.float32)
     blocks = codes.shape[1]
     zeros = arrays[3] if len(arrays) > 3 else None
@@ -107,7 +107,7 @@ def _rows(facts: dict[str, Any], arrays: list[np.ndarray | None], kind: int) -> 
     """GatherBlockQuantized: codes [V, K], in bytes packed by `bits`; scales [V, blocks]."""
     table, scales, zeros = arrays[0], arrays[2], arrays[3] if len(arrays) > 3 else None
     if table is None or scales is None or facts.get("gather_axis", 0) != 0:
-        raise NotDecodedError("GatherBlockQuantized with computed codes or along another axis")
+        raise NotDecoded("GatherBlockQuantized with computed codes or along another axis")
     bits = int(facts.get("bits", 4))
     packed = kind == onnx.TensorProto.UINT8 and bits < 8
     codes = (_nibbles(table, bits) if packed else table).astype(np.float32)

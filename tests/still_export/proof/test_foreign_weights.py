@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from still_export.proof.foreign_weights import NotDecodedError, take_weights
+from still_export.proof.foreign_weights import NotDecoded, take_weights
 
 K, ROWS = 64, 12
 RANDOM = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def test_products_are_decoded_as_onnx_runtime_does(bits: int, block: int, zeros:
     assert take_weights(model, {path}) == 2
     np.testing.assert_allclose(np.concatenate([model[1].weight.detach(), model[0].weight.detach()]), right, atol=1e-4)
     model[0].weight.data = torch.randn(5, K)
-    with pytest.raises(NotDecodedError, match="no weight of the model"):
+    with pytest.raises(NotDecoded, match="no weight of the model"):
         take_weights(model, {path})
 
 
