@@ -233,7 +233,7 @@ class Output:
                     part = 4 * done // max(total, 1)
                     if known.get(phase) != part:
                         known[phase] = part
-                        shown.step(f"{phase}: {done} of {total}", at_once=True)
+                        shown.step(f"{phase}: {done} of {total}" if total else phase, at_once=True)
                 elif shown is not None and loading is not None:
                     shown.update(loading, visible=False)
                     if phase not in known:
