@@ -118,8 +118,9 @@ def make_remote(folder: Path, name: str) -> Any:
         made.post_processor = processors.TemplateProcessing(
             single=[*remote.begins, "$A"], pair=[*remote.begins, "$A", "$B"], special_tokens=ids
         )
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    texts = {name: token.get("content") if isinstance(token := config.get(name), dict) else token for name in names}
+    kinds = ("bos_token", "eos_token", "pad_token", "unk_token")
+    stated = {kind: config.get(kind) for kind in kinds}
+    texts = {kind: each.get("content") if isinstance(each, dict) else each for kind, each in stated.items()}
     known = {name: text for name, text in texts.items() if isinstance(text, str) and made.token_to_id(text) is not None}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **known)
     tokenizer.chat_template = config.get("chat_template")

@@ -290,14 +290,14 @@ def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -
     if known != "still":
         family_of(known)  # before gigabytes are read
     tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config), quantized))
-    adapter, generation = path / "adapter_config.json", path / "generation_config.json"
+    adapter, settings = path / "adapter_config.json", path / "generation_config.json"
     return Checkpoint(
         str(source),
         known,
         config,
         tensors,
         read_adapter_config(adapter) if adapter.is_file() else None,
-        read_checked(generation, Generation) if generation.is_file() else {},
+        read_checked(settings, Generation) if settings.is_file() else {},
         sight=sight,
     )
 

@@ -21,7 +21,7 @@ from still_export.package.refusals import CheckError, RunError
 
 BEFORE = "before"
 """Folder for the files that a build replaces, while it runs."""
-UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench")
+UNLISTED = (MANIFEST, BEFORE, staging.ALIVE, "build.log", "engine.json", "timing.cache", "verify", "bench", "proofs")
 """Files that verbs write into a package and may replace; the manifest has no hashes of them."""
 
 BESIDE = (".cache", ".git", ".gitattributes", "LICENSE", "README.md")

@@ -127,7 +127,8 @@ class Judged:
         """The row of `output` that is nearest to its bound or furthest beyond."""
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
-        worst, bound, call, place = 0.0, max(bounds.sums.get(output, 0.0), TINY), 1, ()
+        worst, bound, call = 0.0, max(bounds.sums.get(output, 0.0), TINY), 1
+        place: tuple[int, ...] = ()
         for number, errors in enumerate(each):
             if not errors.size:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,7 +61,8 @@ class Selections:
         head = file.head
         selected = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
         decisions = {number: Decisions((), each) for number, each in enumerate(selected)}
-        ranges = Ranges(**{n: tuple(x) if isinstance(x, list) else x for n, x in head["ranges"].items()})
+        values: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in head["ranges"].items()}
+        ranges = Ranges(**values)
         return cls(path, ranges, head["words"], head["prompts"], decisions)
 
     def begin(self, cases: Prompted) -> None:

@@ -92,8 +92,9 @@ def as_chat(body: object) -> object:
     chat["response_format"] = form
     chat["tools"] = [_tool(tool) for tool in body.get("tools") or ()]
     choice = body.get("tool_choice")
-    named = isinstance(choice, dict) and choice.get("type") == "function"
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    chat["tool_choice"] = choice
     return {name: value for name, value in chat.items() if value is not None}
 
 

@@ -63,6 +63,7 @@ ELSEWHERE = {
     "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
     "bash tools/env.sh cpu": Elsewhere(NETWORK),
+    ". .venv/bin/activate": Elsewhere(NETWORK),
     "bash tools/demo.sh": Elsewhere(REAL),
     "python -m tools.fetch_texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),

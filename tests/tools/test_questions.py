@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError
-from still_export.evaluation import replies
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, EvaluationOptions, by_depth
 from still_export.evaluation.synthetic import MAKERS, contains
-from still_export.texts import forms
+from still_export.texts import forms, replies
 from tests.still_export.evaluation.test_evaluate import TEMPLATE, Uniform, wide_model
 from tests.still_export.training import byte_tokenizer, chat_tokenizer
 from tools.questions import __main__ as questions_asked
