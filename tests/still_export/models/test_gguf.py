@@ -126,7 +126,7 @@ def test_every_architecture_is_tried() -> None:
     (lambda w: w.add_float32("qwen3.rope.scaling.yarn_attn_factor", 1.2), "yarn_attn_factor"),
     (lambda w: w.add_tensor("blk.1.attn_sinks.weight", np.ones(6, np.float32)), "attn_sinks"),
     (lambda w: w.add_tensor("rope_freqs.weight", np.full(5, 3, np.float32)), "rope_freqs"),
-    (lambda w: w.add_tensor("blk.0.attn_q.scale", np.ones(1, np.float32)), "attn_q.scale"),
+    (lambda w: w.add_tensor("blk.0.attn_q.zero", np.ones(1, np.float32)), "attn_q.zero"),
 ])  # fmt: skip
 def test_what_nothing_reads_is_refused_by_name(add: Callable[[Any], None], said: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", plain_model("qwen3", torch.float32), extra=add)

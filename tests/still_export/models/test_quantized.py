@@ -176,7 +176,7 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
         (
             "gptq",
             lambda f, m: [f.update({f"{m}.{n}": f[f"{m}.{n}"][:0]}) for n in ("scales", "qzeros")],
-            "0 groups do not",
+            "is empty",
         ),
         ("awq", lambda f, m: f.update({f"{m}.qzeros": f[f"{m}.qzeros"][:, 1:].contiguous()}), "qzeros has shape"),
         ("packed int4", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
@@ -199,7 +199,7 @@ def test_damaged_layers_are_named(
     quantized_folder(base, tmp_path / "model", name)
     module = "model.layers.0.self_attn.q_proj"
     edit_tensors(tmp_path / "model", lambda file: change(file, module))
-    with pytest.raises(CheckpointError, match=f"{module} in .*{message}"):
+    with pytest.raises(CheckpointError, match=f"{module}.* in .*{message}"):
         open_source(tmp_path / "model", attach_untrained=True)
 
 
