@@ -161,8 +161,8 @@ def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypat
     else:
         merge = load.convert.merge_lora
 
-        def plain(tensors: Any, adapter: Mapping[str, Any] | None, source: str) -> Any:
-            return merge(tensors, None if adapter is None else {**adapter, "use_rslora": False}, source)
+        def plain(tensors: Any, adapter: Mapping[str, Any] | None, *more: str) -> Any:
+            return merge(tensors, None if adapter is None else {**adapter, "use_rslora": False}, *more)
 
         monkeypatch.setattr(load.convert, "merge_lora", plain)
     assert "PEFT" in wrong(asked(tmp_path / "base", tmp_path / "adapter"))
@@ -184,12 +184,12 @@ def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch
     read: Callable[..., Any] = load.read_gguf
 
     def other(*given: Any, **more: Any) -> Any:
-        kind, config, tensors = read(*given, **more)
+        kind, config, generation, tensors = read(*given, **more)
         if fault == "positions":
-            return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
+            return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, generation, tensors
         name = "model.layers.1.self_attn.q_proj.weight"
         moved = replace(tensors[name], read=lambda: value_of(tensors[name]).roll(1, 0))
-        return kind, config, {**tensors, name: moved}
+        return kind, config, generation, {**tensors, name: moved}
 
     monkeypatch.setattr(load, "read_gguf", other)
     said = wrong(asked(tmp_path / "m.gguf"))
