@@ -186,7 +186,12 @@ def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch
     def other(*given: Any, **more: Any) -> Any:
         kind, config, generation, tensors = read(*given, **more)
         if fault == "positions":
-            return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, generation, tensors
+            return (
+                kind,
+                {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+                generation,
+                tensors,
+            )
         name = "model.layers.1.self_attn.q_proj.weight"
         moved = replace(tensors[name], read=lambda: value_of(tensors[name]).roll(1, 0))
         return kind, config, generation, {**tensors, name: moved}
