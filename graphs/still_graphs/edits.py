@@ -95,6 +95,13 @@ def drop_unused(graph: ir.Graph) -> int:
     return before - len(graph)
 
 
+def drop_idle_weights(graph: ir.Graph) -> None:
+    """Remove the initializers of `graph` that no node reads: fused passes leave constants behind."""
+    for name, value in list(graph.initializers.items()):
+        if not (value.uses() or value.is_graph_input() or value.is_graph_output()):
+            del graph.initializers[name]
+
+
 def sizes(value: ir.Value) -> list[int | str | None]:
     """Dimensions of a value: numbers, names of free ones, None for unknown ones; [] if the shape is unknown."""
     return [size if isinstance(size, int) else size.value for size in value.shape or ()]

@@ -25,6 +25,7 @@ from still_export.targets import registry
 from still_export.targets.portable.narrow import demand_narrow, narrow_package
 from still_export.targets.registry import target_of, targets_of
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
+from still_graphs.edits import drop_idle_weights
 from still_graphs.pipelines import Dump, run_passes
 
 SMALL_BYTES = 1024
@@ -223,6 +224,7 @@ def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str])
     """Run the target's passes and write the graph, and the weights if passes changed them; returns (graph, whether weights changed)."""
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
+    drop_idle_weights(model.graph)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
     if rewritten:
         save_streaming(
