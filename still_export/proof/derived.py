@@ -164,13 +164,17 @@ def _not_here(manifest: Mapping[str, Any]) -> str:
 def _job(manifest: dict[str, Any], options: ExportOptions) -> Job:
     """The export that the manifest describes, of the user's model."""
     from still_export.targets.export import Job, plan_job
+    from still_export.targets.registry import targets_of
 
     job = plan_job(None, {}, manifest)
     target_options = job.options
     native = getattr(target_options, "native", False)
     if native is not False and not manifest.get("native") and not target_options.archs:
         target_options = replace(target_options, native=False, cpu=None)  # made where there were no kernels
-    return Job(options, job.to, target_options)
+    # Of several records of a target this machine's headers choose one; the package's own passes say which made it.
+    made_by = set((manifest.get(str(manifest["target"])) or {}).get("passes") or ())
+    records = [t.name for t in targets_of(job.to) if made_by <= {each.name for each in t.passes}]
+    return Job(options, records[0] if made_by and len(records) == 1 else job.to, target_options)
 
 
 def _read(folder: Path) -> dict[str, Any]:
