@@ -73,7 +73,12 @@ def compare_graphs(asking: Asking, adapter: Mapping[str, Any], progress: Progres
     ranges = asking.ranges(1.0)
     drawn = DrawnOnce(asking.cases(wide))
     graphs = {IN_FLOAT32: MODEL}
-    if PORTABLE in package.manifest["files"]:
+    if HEAD in package.manifest["files"]:
+        together = (
+            "the portable graph in float32: it holds the model and the head together, whose graphs are asked one by one"
+        )
+        report = report.including(Verdict([], [together]))
+    elif PORTABLE in package.manifest["files"]:
         graphs[PORTABLE_IN_FLOAT32] = PORTABLE
     for name, graph in graphs.items():
         # The portable graph is compared with the last cases, which hold the longest sequence.
