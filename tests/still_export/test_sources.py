@@ -40,9 +40,10 @@ MODEL_VERBS = ("export", "linearize", "evaluate")
 
 
 def header(path: Path, *names: str) -> None:
-    """A safetensors file of empty tensors."""
-    content = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
-    path.write_bytes(struct.pack("<Q", len(content)) + content)
+    """A safetensors file of tensors of one number."""
+    entries = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    content = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(content)) + content + bytes(4 * len(names)))
 
 
 def gguf_text(content: bytes) -> bytes:
