@@ -104,10 +104,9 @@ def _offsets(places: np.ndarray) -> np.ndarray:
 class Asked:
     """PyTorch beside its own runner, whose first layer selects what `choose` says."""
 
-    def __init__(self, choose: Any) -> None:
-        model, planted = (still_model("llama", torch.float32) for _ in range(2))
+    def __init__(self, choose: Any, **settings: Any) -> None:
+        model, planted = (still_model("llama", torch.float32, **settings) for _ in range(2))
         self.table = state_table(model.config, torch.float32)
-        still = model.config.still
         self.manifest: dict[str, Any] = {
             "target": "onnx",
             "model": {
@@ -117,11 +116,7 @@ class Asked:
                 "dtype": "float32",
                 "kv_heads": model.config.num_key_value_heads,
             },
-            "still": {
-                "chunk_size": CHUNK,
-                "salient_per_chunk": still.salient_per_chunk,
-                "select_scope": still.select_scope,
-            },
+            "still": {"select_scope": model.config.still.select_scope},
             "ops": {"HybridAttention": 1},
             "states": [s.to_dict() for s in self.table],
             "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
@@ -173,9 +168,10 @@ def test_a_runtime_that_selects_as_pytorch_is_asked_once() -> None:
     assert report.passed and times == 1 and not report.selections.near_ties
 
 
-def test_a_wrong_selection_is_found_and_what_follows_from_it_is_not() -> None:
+@pytest.mark.parametrize("settings", [{}, {"salient_by_layer": (5, 1, 3)}])
+def test_a_wrong_selection_is_found_and_what_follows_from_it_is_not(settings: dict[str, Any]) -> None:
     """PyTorch selects it, too, and finds every state of the prompt right; its scores say that it is wrong."""
-    asked = Asked(other)
+    asked = Asked(other, **settings)
     report = asked.judged(asked.cases)
     assert not report.passed and report.selections.wrong and not report.selections.near_ties
     assert not [r for r in report.mismatches if r.case.startswith("prefill")]

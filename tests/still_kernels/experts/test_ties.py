@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from still_kernels.hybrid_attention.ties import SelectionTies
+from still_kernels.hybrid_attention.ties import Selected, SelectionTies
 from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.ties import RoutingTies
 from still_kernels.ties import Ties, expected_ties
@@ -115,7 +115,7 @@ def test_equal_scores_tie() -> None:
 
 def test_layers_that_select_and_route_are_told_apart() -> None:
     """Of a softmax model with experts that was linearized."""
-    both = Ties([SelectionTies(4, 1, "q_head", 1, [0]), TIES])
+    both = Ties([SelectionTies("q_head", {0: Selected(4, 1, 1)}), TIES])
     scores = scores_of(route_inputs("softmax", 2, 5))
     assert both.span == 8 and [type(op) for op in both.shown.each] == [SelectionTies]
     assert set(both.leads(scores, scores, COUNTS)) == {~4}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from still_kernels.hybrid_attention.ties import SelectionTies
+from still_kernels.hybrid_attention.ties import Selected, SelectionTies
 from still_kernels.registry import ties_of
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
-TIES = SelectionTies(8, SALIENT, "q_head", HEADS, [1])
+TIES = SelectionTies("q_head", {1: Selected(8, SALIENT, HEADS)})
 
 
 def caches(seed: int) -> dict[str, np.ndarray]:
@@ -116,22 +116,17 @@ def test_what_a_runtime_keeps_is_what_its_calls_add() -> None:
     assert not selected[0, :, 3 * SALIENT :].any() and not selected[1].any()
 
 
-def test_layers_that_select_nothing_have_no_ties() -> None:
+def test_ties_are_those_of_each_layers_own_cache() -> None:
     """A window is the same op, whose salient cache has no rows."""
     caches = [
-        {"name": f"salient_key.{layer}", "growth": {"rows": rows}}
-        for layer, rows in ((0, 0), (2, SALIENT), (5, SALIENT))
+        {"name": f"salient_key.{layer}", "shape": ["batch", HEADS, "slots", DIM], "growth": {"rows": rows, "per": 8}}
+        for layer, rows in ((0, 0), (2, SALIENT), (5, 7))
     ]
     manifest = {"ops": {"HybridAttention": 1, "Attention": 1}, "still": {}, "model": {"kv_heads": HEADS}}
     assert not ties_of({**manifest, "states": caches[:1]}).each
     manifest["states"] = caches
-    manifest["still"] = {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "kv_group_max"}
+    manifest["still"] = {"select_scope": "kv_group_max"}
     (found,) = ties_of(manifest).each
-    assert vars(found) == {
-        "chunk": 8,
-        "salient": SALIENT,
-        "scope": "kv_group_max",
-        "kv_heads": HEADS,
-        "layers": ("2", "5"),
-    }
+    assert found.scope == "kv_group_max"
+    assert found.layers == {"2": Selected(8, SALIENT, HEADS), "5": Selected(8, 7, HEADS)}
     assert not ties_of({**manifest, "ops": {"Attention": 1, "Foreign": 1}}).each

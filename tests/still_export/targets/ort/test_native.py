@@ -103,7 +103,8 @@ def test_every_runner_loads_it_and_verify_proves_it(
     assert done.returncode == 0 and len(done.stdout.split()) == 3, done.stderr
     assert verify(package.path) == 0
     shown = capsys.readouterr().out
-    assert "ONNX Runtime with the native kernel" in " ".join(shown.split()) and "function bodies" in shown
+    asked = " ".join(shown.split())
+    assert "asked of the ONNX Runtime with the native kernel:" in asked and "asked of the graph in float32:" in asked
 
 
 @pytest.mark.slow
