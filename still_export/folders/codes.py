@@ -48,6 +48,13 @@ class Codes:
     def of(self, name: str, head: Head, names: Mapping[str, Head]) -> tuple[str, int]:
         """Returns (type of a tensor in words, number of weights in it)."""
         if head.dtype in ("I32", "U8", "I8") and self.method:
+            zeros, scales = (names.get(f"{name.removesuffix('.qweight')}.{part}") for part in ("qzeros", "scales"))
+            if (
+                zeros and scales and zeros.numbers and scales.numbers
+            ):  # GPTQ and AWQ: each layer has bits and groups of its own
+                bits = zeros.numbers * 32 // scales.numbers
+                count = head.numbers * 32 // bits
+                return f"{bits} bits ({self.method}, groups of {count // scales.numbers})", count
             bits = self.bits or (8 if head.dtype == "I8" else 4)
             width = {"I32": 32, "U8": 8, "I8": 8}[head.dtype]
             return f"{bits} bits ({self.method}{self.group})", head.numbers * max(width // bits, 1)

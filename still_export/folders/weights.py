@@ -34,7 +34,8 @@ TYPES = {
 """Float types in headers of safetensors files, and their names."""
 _MAY_BE_EMPTY = ("g_idx", "zero_point", "qzeros")
 """Ends of names of tensors that quantizers leave empty."""
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+METHODS = ("gptq", "awq", *AUTO_ROUND, "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
 """Supported values of quant_method."""
 
 

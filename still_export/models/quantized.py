@@ -1,11 +1,11 @@
-"""Quantized checkpoints of others: GPTQ, AWQ, compressed-tensors, FP8, NVFP4 and bitsandbytes' NF4, their codes and scales as they are.
+"""Quantized checkpoints of others: GPTQ, AWQ, AutoRound, compressed-tensors, FP8, NVFP4 and NF4, their codes and scales as they are.
 
 A weight's tensors show its format:
 
 | maker | tensors of a linear layer [N outputs, K inputs] |
 |---|---|
-| GPTQ | `qweight` int32 [K * bits / 32, N], `qzeros` int32 [G, N * bits / 32], `scales` [G, N], `g_idx` [K] |
-| AWQ | `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], eight outputs in the order of AWQ_ORDER, `scales` [G, N] |
+| GPTQ, AutoRound | `qweight` int32 [K * bits / 32, N], `qzeros` int32 [G, N * bits / 32], `scales` [G, N], `g_idx` [K] |
+| AWQ, AutoRound | `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], eight outputs in the order of AWQ_ORDER, `scales` [G, N] |
 | compressed-tensors | `weight_packed` int32 [N, K * bits / 32] or `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` |
 | FP8 | `weight` float8_e4m3fn [N, K], `weight_scale` or `weight_scale_inv`: one, [N, 1], or of blocks [N / b, K / c] |
 | NVFP4 | `weight_packed` or `weight` uint8 [N, K / 2], `weight_scale` float8_e4m3fn [N, K / 16], one more scale for all |
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedError
-from still_export.folders.weights import METHODS
+from still_export.folders.weights import AUTO_ROUND, METHODS
 from still_export.models.read.blocks import BlockWeight, Float8Weight, pack
 from still_export.models.read.weights import Deferred, SourceBlocks
 
@@ -77,9 +77,14 @@ class Grouped:
         """Inputs sorted by group [K]; None: already in order."""
         return None if self.of_input is None else torch.argsort(self.of_input, stable=True).numpy()
 
+    @property
+    def stored_bits(self) -> int:
+        """Bits of a code in blocks: 4 or 8."""
+        return 4 if self.bits <= 4 else 8
+
     def blocks(self) -> BlockWeight:
-        """The weight in blocks, inputs in `order`; 2-bit codes become 4-bit ones."""
-        bits, codes = max(self.bits, 4), self.codes()
+        """The weight in blocks, inputs in `order`; codes have `stored_bits`."""
+        bits, codes = self.stored_bits, self.codes()
         if self.zero_points is None:
             codes = codes + ((1 << (bits - 1)) - (1 << (self.bits - 1)))
         ordered = codes if self.order is None else codes[:, self.order]
@@ -106,6 +111,7 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
+    config = _as_packed(config)
     if (what := _further_processing(config)) is not None:
         raise UnsupportedError(
             f"{origin} says that its weights {what}. This form of {method} is not supported. {OTHERS}"
@@ -141,6 +147,17 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
 
 
+def _as_packed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """AutoRound's configuration in the terms of the format that it packs in; others as they are."""
+    if config["quant_method"] not in AUTO_ROUND:
+        return config
+    packing = str(config.get("packing_format") or config.get("backend") or "auto_gptq")
+    if "awq" in packing:
+        return {**config, "quant_method": "awq", "version": "gemm"}
+    one_less = "gptq" in packing and "gptqmodel" not in packing
+    return {**config, "quant_method": "gptq", "checkpoint_format": "gptq" if one_less else "gptq_v2"}
+
+
 def _further_processing(config: Mapping[str, Any]) -> str | None:
     """A processing step besides rounding that config.json declares and tensors may not show; None: none."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
@@ -148,6 +165,8 @@ def _further_processing(config: Mapping[str, Any]) -> str | None:
         return f"are sparse ({sparse}, in sparsity_config), where dense ones are read"
     if (config.get("transform_config") or {}).get("config_groups"):
         return "were rotated, and what they multiply is to be (transform_config)"
+    if config.get("rotation_config"):
+        return "were rotated, and what they multiply is to be (rotation_config)"
     kind = config.get("checkpoint_format") or "gptq"
     if config["quant_method"] == "gptq" and kind not in ("gptq", "gptq_v2"):
         return f"are in the format {kind}, where gptq and gptq_v2 are read"
@@ -183,7 +202,7 @@ def _grouped(weight: Grouped) -> Deferred:
     if not ragged and (
         of_input is None or torch.equal(torch.bincount(of_input), torch.full((weight.groups,), weight.size))
     ):
-        kind = (max(weight.bits, 4), False, False, weight.blocks, weight.size, weight.zero_points is not None)
+        kind = (weight.stored_bits, False, False, weight.blocks, weight.size, weight.zero_points is not None)
         blocks = SourceBlocks(*kind, order)
     return Deferred(torch.Size((outputs, inputs)), torch.float32, weight.values, blocks, weight.bits)
 
@@ -217,6 +236,9 @@ def _fields(words: Tensor, bits: int) -> Tensor:
     raw = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 8:
         return torch.from_numpy(raw.copy())
+    if 8 % bits:  # they cross words
+        stream = np.unpackbits(raw, axis=-1, bitorder="little").reshape(*raw.shape[:-1], -1, bits)
+        return torch.from_numpy(np.packbits(stream, axis=-1, bitorder="little")[..., 0])
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (raw[..., None] >> shifts) & np.uint8((1 << bits) - 1)
     return torch.from_numpy(fields.reshape(*raw.shape[:-1], raw.shape[-1] * len(shifts)))
@@ -224,11 +246,12 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    # A layer may have its own number of bits (`dynamic`), which shows in its zero points.
-    bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
+    # A layer may have its own number of bits, which shows in its zero points.
+    mixed = config.get("dynamic") or config.get("extra_config")
+    bits = zeros.shape[1] * 32 // packed.shape[1] if mixed else int(config["bits"])
     kind = config.get("checkpoint_format") or "gptq"
-    if bits not in (2, 4, 8):
-        raise _UnreadError(f"{bits} bits, where 2, 4 and 8 are read")
+    if not 2 <= bits <= 8:
+        raise _UnreadError(f"{bits} bits, where 2 to 8 are read")
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)
@@ -236,12 +259,16 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     size = int(config.get("group_size") or 0)
     if of_input is None and size > 0 and inputs % size and groups == -(-inputs // size):
         of_input = torch.arange(inputs, dtype=torch.int32) // size  # the last group is shorter
-    # The first format stores each zero point minus one, subtracted from whole words: a zero point of 0 borrows from the next.
-    ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
+    # The first format stores each zero point minus one. Where fields fill words, it was subtracted from whole words: a zero point of 0
+    # borrows from the next.
+    one = int(kind == "gptq")
     if config.get("sym") is True and bool((_fields(zeros, bits) == 1 << (bits - 1)).all()):
-        ones = 0  # symmetric, and stored as in the second format, whatever checkpoint_format says
+        one = 0  # symmetric, and stored as in the second format, whatever checkpoint_format says
 
     def zero_points() -> Tensor:
+        if 32 % bits:
+            return ((_fields(zeros, bits) + one) & ((1 << bits) - 1)).t().contiguous()
+        ones = one * sum(1 << place for place in range(0, 32, bits))
         words = torch.from_numpy((zeros.numpy().view(np.uint32) + np.uint32(ones)).view(np.int32))
         return _fields(words, bits).t().contiguous()
 

@@ -30,12 +30,11 @@ Maker = Callable[[str, Tensor, dict[str, Tensor]], Tensor]
 
 
 def words(fields: np.ndarray, bits: int = BITS) -> Tensor:
-    """Numbers [..., W * 32 / bits] in int32 words, by definition."""
-    per = 32 // bits
-    out = np.zeros((*fields.shape[:-1], fields.shape[-1] // per), np.int64)
-    for i in range(per):
-        out |= fields[..., i::per].astype(np.int64) << (bits * i)
-    return torch.from_numpy(out.astype(np.uint32).view(np.int32))
+    """Numbers [..., W * 32 / bits] in int32 words, the first lowest."""
+    rows = fields.reshape(-1, fields.shape[-1]).tolist()
+    numbers = [sum(number << (bits * place) for place, number in enumerate(row)) for row in rows]
+    raw = b"".join(number.to_bytes(fields.shape[-1] * bits // 8, "little") for number in numbers)
+    return torch.from_numpy(np.frombuffer(raw, np.int32).reshape(*fields.shape[:-1], -1).copy())
 
 
 def grouped(
@@ -58,12 +57,26 @@ def gptq(bits: int = BITS, symmetric: bool = False, act_order: bool = False, for
             groups = np.random.default_rng(1).permutation(groups)
         codes, scales, zero, value = grouped(weight, bits, symmetric, groups)
         file[f"{module}.qweight"] = words(codes, bits).t().contiguous()
-        ones = words(
-            np.ones((1, 32 // bits), np.int64), bits
-        )  # a zero point of 0 borrows from the next one of its word
-        file[f"{module}.qzeros"] = words(zero.T, bits) - (0 if format_2 else ones)
+        if format_2:
+            file[f"{module}.qzeros"] = words(zero.T, bits)
+        elif 32 % bits:
+            file[f"{module}.qzeros"] = words((zero.T - 1) % (1 << bits), bits)
+        else:  # a zero point of 0 borrows from the next one of its word
+            file[f"{module}.qzeros"] = words(zero.T, bits) - words(np.ones((1, 32 // bits), np.int64), bits)
         file[f"{module}.scales"] = torch.from_numpy(scales.T.copy())
         file[f"{module}.g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        return value
+
+    return make
+
+
+def auto_round(bits: dict[str, int], format_2: bool = False) -> Maker:
+    """GPTQ's form without `g_idx`, with the bits of each layer by the end of its name."""
+
+    def make(module: str, weight: Tensor, file: dict[str, Tensor]) -> Tensor:
+        own = next((count for end, count in bits.items() if module.endswith(end)), BITS)
+        value = gptq(own, format_2=format_2)(module, weight, file)
+        del file[f"{module}.g_idx"]
         return value
 
     return make
@@ -88,6 +101,23 @@ FORMS: dict[str, tuple[Maker, dict[str, Any]]] = {
     "gptq 2 bits": (gptq(2), {"quant_method": "gptq", "bits": 2}),
     "gptq of other bits here": (gptq(8), {"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}),
     "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}),
+    "gptq 3 bits": (gptq(3), {"quant_method": "gptq", "bits": 3}),
+    "auto-round, mixed": (
+        auto_round({"down_proj": 8, "q_proj": 2, "k_proj": 3, "up_proj": 5}),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq", "extra_config": {".*": {}}},
+    ),
+    "auto-round, zero points": (
+        auto_round({}, format_2=True),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+    ),
+    "auto-round of 2024": (
+        auto_round({}),
+        {"quant_method": "intel/auto-round", "bits": 4, "backend": "auto_round:gptq:exllamav2"},
+    ),
+    "auto-round as awq": (
+        awq,
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}),
 }
 """By name: who makes it, quantization_config."""
@@ -209,7 +239,7 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
     config = read_json(path)["quantization_config"]
     for said, message in (
         ({"quant_method": "aqlm"}, "quantized by aqlm; gptq, awq"),
-        ({"bits": 3}, "3 bits, where 2, 4 and 8 are read"),
+        ({"bits": 9}, "9 bits, where 2 to 8 are read"),
         ({"checkpoint_format": "marlin"}, "are in the format marlin, where gptq and gptq_v2 are read"),
     ):
         edit_json(path, quantization_config=config | said)
