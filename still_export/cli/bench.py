@@ -11,7 +11,7 @@ import typer
 from still_export.cli.output import Output, PackageFolder, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 from still_export.extras import demand
-from still_export.sources import demand_package
+from still_export.folders.sources import demand_package
 
 EXAMPLES = """
 Examples:

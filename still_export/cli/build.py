@@ -9,7 +9,7 @@ import typer
 
 from still_export.cli.errors import ended_at_once
 from still_export.cli.output import Output, TrustNative, next_commands
-from still_export.sources import demand_package
+from still_export.folders.sources import demand_package
 
 EXAMPLES = """
 Examples:

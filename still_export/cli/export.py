@@ -13,11 +13,12 @@ import typer
 from still_export.cli.output import LOADING, Output, command_line, next_commands
 from still_export.errors import ConfigError
 from still_export.folders.model import check_model, check_overlay
+from still_export.folders.sources import demand_model
 from still_export.package.staging import demand_free
-from still_export.sources import demand_model
 from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
+    from still_export.folders.model import ModelFolder
     from still_export.graph.options import ExportOptions
     from still_export.package.folder import Package
     from still_export.targets.target import Target
@@ -77,11 +78,13 @@ def export(
     if ("dtype" in flags) + fp16 + bf16 > 1:
         raise ConfigError("--dtype, --fp16 and --bf16 all choose the type: give one of them.")
     flags |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
+    files = None
     if model is not None:
         overlays, untrained = flags.get("overlays") or (), config is not None or bool(flags.get("attach_untrained"))
         found = demand_model(model, "export", overlays, untrained)
-        check_model(model, flags.get("revision"))
-        for overlay in overlays:
+        files = found.folder
+        check_model(files or model, flags.get("revision"))
+        for overlay in overlays if files is None else files.added:
             check_overlay(overlay)
         for text in flags.get("calibrate") or ():
             read_text(Path(text))
@@ -107,9 +110,10 @@ def export(
             command=command_line(),
             progress=progress,
             dump_dir=dump_dir,
+            model=files,
         )
         progress("running a short text")
-        overflow = _overflow(job.export_options, package)
+        overflow = _overflow(job.export_options, files, package)
         engines, lacking = _engines(package, target, progress)
     if overflow:
         out.say(overflow)
@@ -177,12 +181,12 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
         return [], str(error)
 
 
-def _overflow(options: ExportOptions, package: Package) -> str:
+def _overflow(options: ExportOptions, files: ModelFolder | None, package: Package) -> str:
     """The warning for a model that overflows in the package's type, or ""."""
     from still_export.proof.overflow import overflow_of
 
     dtype = package.manifest["model"]["dtype"]
-    found = None if dtype == "bfloat16" else overflow_of(options)
+    found = None if dtype == "bfloat16" else overflow_of(options, files)
     if found is None:
         return ""
     advice = "Export it with --dtype bfloat16 or float32." if dtype == "float16" else "Its weights may be damaged."

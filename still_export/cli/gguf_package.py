@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from still_export.cli.output import Output, command_line
-from still_export.sources import demand_package, gguf_architecture
+from still_export.folders.sources import demand_package, gguf_architecture
 
 
 def package_of(path: Path, out: Output) -> Path:

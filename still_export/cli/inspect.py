@@ -11,7 +11,7 @@ import typer
 
 from still_export.cli.output import Output, ReportFile, next_commands
 from still_export.errors import ConfigError, NotLinearizedError
-from still_export.sources import Found, demand_model, demand_package, look
+from still_export.folders.sources import Found, demand_model, demand_package, look
 
 EXAMPLES = """
 Examples:
@@ -111,9 +111,9 @@ def _describe(found: Found, out: Output) -> None:
     if found.path.is_file():
         summary = describe_gguf(found.path)
     elif found.kind == "adapter":
-        summary = describe_adapter(found.path)
+        summary = describe_adapter(found.folder or found.path)
     else:
         check_family(found.model_type)
-        summary = describe_folder(found.path)
+        summary = describe_folder(found.folder or found.path)
     summary["next"] = _next(found)
     out.result(summary, *(f"{name}: {line}" for name, line in summary.items()))

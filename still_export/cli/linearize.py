@@ -15,7 +15,7 @@ from still_export.cli.output import LOADING, Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
 from still_export.folders.model import check_model
-from still_export.sources import demand_model
+from still_export.folders.sources import demand_model
 
 EXAMPLES = """
 Examples:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.output import Output, command_line, next_commands
+from still_export.folders.sources import demand_package
 from still_export.package.staging import demand_free
-from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:

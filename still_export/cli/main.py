@@ -30,8 +30,8 @@ from still_export.cli.errors import (
 )
 from still_export.errors import ConfigError, ModelNotFoundError, StillExportError
 from still_export.extras import EXTRAS, demand, installation
+from still_export.folders.sources import local, look
 from still_export.package.refusals import RunError
-from still_export.sources import local, look
 from still_export.texts.files import read_text
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.output import Output, PackageFolder, TrustNative, report_folder
-from still_export.sources import demand_package
+from still_export.folders.sources import demand_package
 
 EXAMPLES = """
 Examples:

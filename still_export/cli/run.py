@@ -12,8 +12,8 @@ import typer
 
 from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError, PackageError
+from still_export.folders.sources import demand_package
 from still_export.options import options_of
-from still_export.sources import demand_package
 from still_export.texts.files import read_text
 
 EXAMPLES = """

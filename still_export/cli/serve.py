@@ -13,8 +13,8 @@ import typer
 from still_export.cli.output import Output, PackageFolder, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.extras import demand
+from still_export.folders.sources import demand_package
 from still_export.options import options_of
-from still_export.sources import demand_package
 
 if TYPE_CHECKING:
     from still_export.serving.app import Settings

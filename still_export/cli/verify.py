@@ -17,8 +17,8 @@ from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verif
 from still_export.cli.verify_server import is_server, verify_server
 from still_export.errors import ConfigError, ModelNotFoundError
 from still_export.folders.model import check_model, check_overlay
+from still_export.folders.sources import demand_package
 from still_export.package.folder import open_package
-from still_export.sources import demand_package
 from still_export.texts.files import read_text
 
 if TYPE_CHECKING:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from still_export.errors import UnsupportedModelError
-from still_export.folders.files import Adapter, read_checked, read_json
+from still_export.folders.files import Adapter, Files
 
 INERT = frozenset(
     (
@@ -30,17 +29,20 @@ DEFAULTS = {"r": 8, "lora_alpha": 8}
 """Defaults of PEFT."""
 
 
-def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Read and check adapter_config.json at `path`.
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def read_adapter_config(folder: Files) -> dict[str, Any]:
+    """Read and check adapter_config.json of `folder`.
 
     Raises:
         CheckpointError: The file is damaged.
         UnsupportedModelError: It is not a LoRA, or has an unknown setting.
     """
-    kind = read_json(path).get("peft_type", "LORA")
+    path, kind = folder.path / ADAPTER_CONFIG, folder.json(ADAPTER_CONFIG).get("peft_type", "LORA")
     if kind != "LORA":
         raise UnsupportedModelError(f"{path}: peft_type is {kind!r:.40}; only LORA is supported. {MERGE}")
-    values = read_checked(path, Adapter)
+    values = folder.json(ADAPTER_CONFIG, Adapter)
     start = values.get("init_lora_weights", True)
     known = INERT | UNDERSTOOD
     unknown = {n: v for n, v in values.items() if n not in known and v is not False and v not in (None, "", [], {})}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
-from still_export.folders.weights import PICKLE_SUFFIXES, TYPES, Head, heads_of, weight_files
+from still_export.folders.model import ModelFolder
+from still_export.folders.weights import PICKLE_SUFFIXES, TYPES, Head, heads_of
 
 _KNOWN_FILES = re.compile(
     r"config\.json|generation_config\.json|adapter_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab.*|merges\.txt"
@@ -18,16 +19,16 @@ _KNOWN_FILES = re.compile(
 )
 
 
-def describe_adapter(folder: Path) -> dict[str, str]:
+def describe_adapter(source: str | Path | ModelFolder) -> dict[str, str]:
     """Summary of an adapter's folder: adapter, base, weights, and what is ignored.
 
     Raises:
         CheckpointError: A file is damaged.
         UnsupportedModelError: It has an unknown setting.
     """
-    values = read_adapter_config(folder / "adapter_config.json")
-    files = weight_files(folder)
-    heads = heads_of(files)
+    folder = ModelFolder.open(source)
+    values, files = read_adapter_config(folder), folder.weights
+    heads = heads_of(folder, files)
     others = [name for name in heads if "lora_" not in name]
     maps = f", and {len(others)} tensors of its own" if others else ""
     return {
@@ -36,7 +37,7 @@ def describe_adapter(folder: Path) -> dict[str, str]:
         "weights": ", ".join(
             f"{n} tensors in {TYPES.get(t, t)}" for t, n in Counter(h.dtype for h in heads.values()).items()
         ),
-        "ignored": ", ".join(other_files(folder, files)) or "nothing",
+        "ignored": ", ".join(other_files(folder.path, files)) or "nothing",
     }
 
 

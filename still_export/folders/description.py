@@ -10,15 +10,14 @@ from typing import Any
 
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, StillExportError
-from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.adapter_config import ADAPTER_CONFIG
 from still_export.folders.adapter_description import lora_of, other_files
 from still_export.folders.codes import Codes
-from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, TEXT_OF, whole_config
-from still_export.folders.files import check_tokenizer_files, read_json
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, SOFTMAX, TEXT_OF, whole_config
+from still_export.folders.model import ModelFolder
 from still_export.folders.remote_tokenizer import describe_remote, remote_class
-from still_export.folders.weights import METHODS, Head, heads_of, weight_files
+from still_export.folders.weights import METHODS, Head, heads_of
 from still_export.folders.words import context_of, layers_of, template_of
-from still_export.sources import SOFTMAX
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _EMBEDDING = re.compile(r"(embed_tokens|embeddings?|wte|word_embeddings)\.weight$")
@@ -26,12 +25,13 @@ _BLOCKS = {"M": "mamba", "*": "full", "-": "feed-forward", "E": "experts"}
 """Letters of Nemotron-H's hybrid_override_pattern."""
 
 
-def describe_folder(folder: Path) -> dict[str, str]:
+def describe_folder(source: str | Path | ModelFolder) -> dict[str, str]:
     """Summary of a model's folder, a line each: model, weights, tokenizer, template, adapter, and what is ignored.
 
     Raises:
         CheckpointError: config.json or the weights are damaged or incomplete.
     """
+    folder = ModelFolder.open(source)
     try:
         return _described(folder)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -41,16 +41,16 @@ def describe_folder(folder: Path) -> dict[str, str]:
         ) from error
 
 
-def _described(folder: Path) -> dict[str, str]:
-    whole = whole_config(folder, read_json(folder / "config.json"))
+def _described(folder: ModelFolder) -> dict[str, str]:
+    whole = whole_config(folder, folder.json("config.json"))
     model_type, config = language_config(whole)
-    files = weight_files(folder)
-    heads = heads_of(files)
+    files = folder.weights
+    heads = heads_of(folder, files)
     others = {name: what for name in heads if (what := _purpose(name, config))}
     own = {name: head for name, head in heads.items() if name not in others}
     quantized = whole.get("quantization_config") or config.get("quantization_config")
-    if quantized is None and (folder / "hf_quant_config.json").is_file():
-        quantized = {"quant_method": "modelopt", **read_json(folder / "hf_quant_config.json").get("quantization", {})}
+    if quantized is None and (optimizer := folder.json("hf_quant_config.json")):
+        quantized = {"quant_method": "modelopt", **optimizer.get("quantization", {})}
     codes = Codes(quantized if isinstance(quantized, dict) else {})
     size = config.get("vocab_size")
     return {
@@ -120,17 +120,17 @@ def _weights(heads: Mapping[str, Head], codes: Codes) -> str:
     return "; ".join(parts)
 
 
-def _tokenizer(folder: Path, vocabulary: int | None) -> str:
+def _tokenizer(folder: ModelFolder, vocabulary: int | None) -> str:
     from tokenizers import Tokenizer
 
-    path = folder / "tokenizer.json"
+    path = folder.path / "tokenizer.json"
     if not path.is_file():
         if name := remote_class(folder):
             return describe_remote(name)
-        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if folder.has(name)]
         return f"{others[0]}, which transformers converts" if others else "none, so a package accepts token ids only"
     try:
-        check_tokenizer_files(folder)
+        folder.check_tokenizer()
         read = Tokenizer.from_file(str(path))
     except StillExportError as error:
         return f"not read: {error}"
@@ -138,7 +138,7 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return f"not read: {path.name}: {' '.join(str(error).split())}"
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    config = folder.json("tokenizer_config.json")
     size = read.get_vocab_size()
     summary = f"{type(read.model).__name__}, {size:,} tokens"
     for name in ("bos", "eos"):
@@ -151,37 +151,35 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
     return summary + (f"; {beyond} tokens beyond the model's vocabulary, texts with them are refused" if beyond else "")
 
 
-def templates_of(folder: Path) -> dict[str, str]:
+def templates_of(folder: ModelFolder) -> dict[str, str]:
     """Chat templates by name, found as transformers does."""
     found: dict[str, str] = {}
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    config = folder.json("tokenizer_config.json")
     entry = config.get("chat_template")
     if isinstance(entry, str):
         found["default"] = entry
     elif isinstance(entry, list):
         found |= {str(one.get("name")): str(one.get("template")) for one in entry if isinstance(one, dict)}
-    single, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    single, more = folder.path / "chat_template.jinja", folder.path / "additional_chat_templates"
     if single.is_file() or more.is_dir():
         found = {"default": single.read_text("utf-8")} if single.is_file() else {}
         found |= {path.stem: path.read_text("utf-8") for path in sorted(more.glob("*.jinja"))}
     return found
 
 
-def _adapter(folder: Path) -> str:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        return "none"
+def _adapter(folder: ModelFolder) -> str:
     try:
-        values = read_adapter_config(path)
+        values = folder.adapter
     except StillExportError as error:
         return f"not read: {error}"
-    return lora_of(values, heads_of([f for f in [folder / "adapter_model.safetensors"] if f.is_file()]))
+    files = [f for f in [folder.path / "adapter_model.safetensors"] if f.is_file()]
+    return "none" if values is None else lora_of(values, heads_of(folder, files))
 
 
-def _ignored(folder: Path, files: Iterable[Path], others: Mapping[str, str], model_type: str) -> str:
+def _ignored(folder: ModelFolder, files: Iterable[Path], others: Mapping[str, str], model_type: str) -> str:
     flags = {AHEAD: "--speculate", IMAGES: "--vision"}
     unused = [
         f"{count} tensors of {what} ({flags[what]} exports them)" for what, count in Counter(others.values()).items()
     ]
-    adapter = [folder / "adapter_model.safetensors"] if (folder / "adapter_config.json").is_file() else []
-    return ", ".join([*unused, *other_files(folder, [*files, *adapter])]) or "nothing"
+    adapter = [folder.path / "adapter_model.safetensors"] if folder.has(ADAPTER_CONFIG) else []
+    return ", ".join([*unused, *other_files(folder.path, [*files, *adapter])]) or "nothing"

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.folders.files import read_json
-from still_export.sources import COMPANION_FILES
+from still_export.folders.files import Files
+
+SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
+"""Families with softmax layers, by model_type; linearize accepts them."""
+
+GGUF_SOFTMAX = {
+    **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3")},
+    "mistral3": "mistral",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
+"""Their model_type by general.architecture of GGUF files."""
+
+COMPANION_FILES = {
+    "mamba_config.json": ("mambainllama", ("llama", "mistral")),
+    "hybrid_config.json": ("zebra_llama", ("llama",)),
+}
+"""Files next to the config.json of a model that other programs linearized: prefix of the new model_type, and model_types before."""
 
 IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
 """model_types of Mamba-in-Llama with Mamba and with Mamba-2."""
@@ -93,7 +108,7 @@ _SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_siz
 """Fields that both files repeat."""
 
 
-def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def whole_config(folder: Files, config: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a folder's config.json, merged with the second file of a model linearized by others.
 
     Raises:
@@ -102,18 +117,18 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind, companion = (
         str(config.get("model_type")),
-        next((name for name in COMPANION_FILES if (folder / name).is_file()), ""),
+        next((name for name in COMPANION_FILES if folder.has(name)), ""),
     )
-    second_config = read_json(folder / companion) if companion else {}
+    second_config = folder.json(companion) if companion else {}
     became, bases = COMPANION_FILES.get(companion, ("", ()))
     if companion and kind not in bases and not kind.startswith(became):
         raise UnsupportedModelError(
-            f"{folder} was linearized: it has {companion}, beside a {kind} model; covered: {', '.join((*bases, became))}."
+            f"{folder.path} was linearized: it has {companion}, beside a {kind} model; covered: {', '.join((*bases, became))}."
         )
     for name in _SAME:
         if None not in (own := config.get(name), other := second_config.get(name)) and own != other:
             raise CheckpointError(
-                f"{name} is {own} in config.json of {folder} and {other} in {companion}. Fix one of them."
+                f"{name} is {own} in config.json of {folder.path} and {other} in {companion}. Fix one of them."
             )
     whole = {**config, **{name: value for name, value in second_config.items() if value is not None}}
     if companion == "hybrid_config.json":  # latents have other positions than the base
@@ -129,7 +144,9 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         return whole
     softmax, count = softmax or [], whole.get("num_hidden_layers")
     if not isinstance(softmax, list) or not isinstance(count, int) or not set(softmax) <= set(range(count)):
-        raise CheckpointError(f"softmax layers {softmax} of {folder} are none of its {count}. Fetch the model again.")
+        raise CheckpointError(
+            f"softmax layers {softmax} of {folder.path} are none of its {count}. Fetch the model again."
+        )
     whole["layer_types"] = ["full_attention" if layer in softmax else "linear_attention" for layer in range(count)]
     return whole
 

@@ -1,4 +1,4 @@
-"""The JSON files of models and adapters, with types and ranges checked before use."""
+"""Files of models and adapters, opened once; JSON files with types and ranges checked before use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pydantic import Field, field_validator
 
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
-from still_export.package.files import stand_in
+from still_export.package.files import begins_another, stand_in
 
 LINKED = (".safetensors", ".json", ".jinja", ".model")
 """Suffixes of files that are read of a model's folder."""
+MOST_HEADER = 100 << 20
+"""Bytes of a safetensors header, by its format."""
 AGAIN = "Fix the named value, or fetch the model again."
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Whole = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -167,62 +169,152 @@ class TokenizerConfig(Record):
     additional_special_tokens: list[str | dict[str, Any]] | None = None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+class StandInError(CheckpointError):
+    """A pointer of Git LFS or a web page lies where a file of the model should be."""
 
-    Raises:
-        CheckpointError: The file does not contain a JSON object.
-    """
-    refuse_stand_in(path)
+
+class Files:
+    """The files of a model's or an adapter's folder. Each is opened once; what was read of it is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._objects: dict[str, dict[str, Any]] = {}
+        self._headers: dict[Path, dict[str, Any]] = {}
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            CheckpointError: It cannot be read, or holds a pointer of Git LFS or a web page instead of its content.
+        """
+        path = self.path / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Fetch the model again.") from error
+        if instead := begins_another(content[:1024]):
+            raise StandInError(f"{path} is {instead}.")
+        return content
+
+    def text(self, name: str) -> str:
+        """The text of a file; errors: those of `content`, or it is no UTF-8."""
+        content = self.content(name)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}. Fetch the model again.") from error
+
+    def json(
+        self, name: str, kind: type[Record] | None = None, fail: type[StillExportError] = CheckpointError
+    ) -> dict[str, Any]:
+        """The object in a JSON file, its fields checked by `kind`; {} if the folder has no such file.
+
+        Raises:
+            CheckpointError: The file does not contain a JSON object.
+            fail: A field has a wrong type or value; one line with file and field.
+        """
+        path = self.path / name
+        if name not in self._objects and (path.is_symlink() or path.exists()):
+            self._objects[name] = _object(path, self.text(name))
+        values = self._objects.get(name)
+        if values is None:
+            return {}
+        if kind is not None:
+            check_record(kind, values, path, fail, AGAIN)
+        return values
+
+    def forget(self, name: str) -> None:
+        """Free what was read of a large JSON file."""
+        self._objects.pop(name, None)
+
+    def known(self, name: str) -> dict[str, Any]:
+        """As `json`, and {} for a damaged file, which its reader reports.
+
+        Raises:
+            CheckpointError: The file holds a pointer of Git LFS or a web page.
+        """
+        try:
+            return self.json(name)
+        except StandInError:
+            raise
+        except CheckpointError:
+            return {}
+
+    def header(self, path: Path) -> dict[str, Any]:
+        """The header of a safetensors file.
+
+        Raises:
+            CheckpointError: The file is damaged or truncated.
+        """
+        if path not in self._headers:
+            self._headers[path] = _header(path)
+        return self._headers[path]
+
+    def check_tokenizer(self) -> None:
+        """Raise CheckpointError if a tokenizer file is damaged."""
+        for name in (
+            "tokenizer.model",
+            "tiktoken.model",
+            "vocab.json",
+            "merges.txt",
+            "vocab.txt",
+            "chat_template.jinja",
+        ):
+            if self.has(name) and (instead := stand_in(self.path / name)):
+                raise StandInError(f"{self.path / name} is {instead}.")
+        self.json("tokenizer.json", Tokenizer)
+        self.forget("tokenizer.json")
+        self.json("tokenizer_config.json", TokenizerConfig)
+        for name in ("special_tokens_map.json", "added_tokens.json"):
+            self.json(name)
+
+    def check_links(self) -> None:
+        """Raise CheckpointError if a file that is read is a link to one that is gone, as in a hub cache that was cleaned."""
+        for path in sorted(self.path.iterdir()):
+            if path.is_symlink() and path.suffix in LINKED and not path.exists():
+                raise CheckpointError(
+                    f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again."
+                )
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    if text.startswith("\ufeff"):
+        raise CheckpointError(
+            f"{path} begins with a byte order mark, which transformers does not read. Save it as UTF-8 without one."
+        )
     try:
-        text = path.read_text(encoding="utf-8")
-        if text.startswith("\ufeff"):
-            raise CheckpointError(
-                f"{path} begins with a byte order mark, which transformers does not read. Save it as UTF-8 without one."
-            )
         values = json.loads(text)
-    except CheckpointError:
-        raise
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} contains a {type(values).__name__}, not an object. Fetch the model again.")
     return values
 
 
-def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = CheckpointError) -> dict[str, Any]:
-    """The JSON object in a file, with checked fields.
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            size, length = int.from_bytes(file.read(8), "little"), path.stat().st_size - 8
+            if size > min(length, MOST_HEADER):
+                raise ValueError("its header is longer than the file")
+            header = dict(json.loads(file.read(size)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        if max(ends, default=0) != length - size:
+            raise ValueError(
+                f"its tensors have {max(ends, default=0):,} bytes, and the file {length - size:,} for them"
+            )
+        return header
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise damaged(path, error) from error
 
-    Raises:
-        CheckpointError: It is not an object.
-        fail: A field has a wrong type or value; one line with file and field.
-    """
-    values = read_json(path)
-    check_record(kind, values, path, fail, AGAIN)
-    return values
 
-
-def refuse_stand_in(path: Path) -> Path:
-    """Return `path`; CheckpointError if it holds a pointer of Git LFS or a web page instead of its content."""
+def damaged(path: Path, error: Exception) -> CheckpointError:
     if instead := stand_in(path):
-        raise CheckpointError(f"{path} is {instead}.")
-    return path
-
-
-def check_links(folder: Path) -> None:
-    """Raise CheckpointError if a file of a model in `folder` is a link to one that is gone, as in a hub cache that was cleaned."""
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and path.suffix in LINKED and not path.exists():
-            raise CheckpointError(f"{path} is a link to {path.readlink()}, which is not there. Fetch the model again.")
-
-
-def check_tokenizer_files(folder: Path) -> None:
-    """Raise CheckpointError if a tokenizer file in `folder` is damaged."""
-    for name in ("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"):
-        refuse_stand_in(folder / name)
-    for name, kind in (("tokenizer.json", Tokenizer), ("tokenizer_config.json", TokenizerConfig)):
-        if (folder / name).is_symlink() or (folder / name).exists():
-            read_checked(folder / name, kind)
-    for name in ("special_tokens_map.json", "added_tokens.json"):
-        if (folder / name).exists():
-            read_json(folder / name)
+        return CheckpointError(f"{path} is {instead}.")
+    return CheckpointError(
+        f"{path} ({path.stat().st_size:,} bytes) is not an intact safetensors file: {error}. "
+        "It is truncated or damaged; fetch it again."
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import CheckpointError, ModelNotFoundError
-from still_export.folders.files import read_json, refuse_stand_in
+from still_export.folders.files import Files
 from still_export.gguf.rules import RULES
 
 _EXTRA = [f"<|extra_{number}|>" for number in range(205)]
@@ -45,20 +45,19 @@ KNOWN = {
 """By module and class, as auto_map in tokenizer_config.json names them."""
 
 
-def remote_class(folder: Path, is_known: Callable[[str], bool] = lambda name: True) -> str:
+def remote_class(folder: Files, is_known: Callable[[str], bool] = lambda name: True) -> str:
     """The class of remote code that alone knows how texts are split; "": tokenizer.json, or a class of transformers, does.
 
     Args:
         is_known: Whether transformers has a class; only with transformers imported can one say so.
     """
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = folder.json("tokenizer_config.json")
     named = config.get("auto_map")
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
     found = next((name for name in (classes if isinstance(classes, list) else [classes]) if isinstance(name, str)), "")
-    if (folder / "tokenizer.json").is_file():
+    if folder.has("tokenizer.json"):
         return ""
-    return found.rpartition("--")[2] or _of_another_library(folder, config, is_known)
+    return found.rpartition("--")[2] or _of_another_library(folder.path, config, is_known)
 
 
 def _of_another_library(folder: Path, config: Mapping[str, Any], is_known: Callable[[str], bool]) -> str:
@@ -78,7 +77,7 @@ def describe_remote(name: str) -> str:
     return f"none that is read: {name} is code of its own, which is never run; a package accepts token ids only"
 
 
-def make_remote(folder: Path, name: str) -> Any:
+def make_remote(folder: Files, name: str) -> Any:
     """The tokenizer of the class `name`, for transformers.
 
     Raises:
@@ -87,15 +86,15 @@ def make_remote(folder: Path, name: str) -> Any:
     """
     if name not in KNOWN:
         raise ModelNotFoundError(
-            f"the tokenizer of {folder} is {name}, code of its own that states how texts are split and is never run here; known are "
+            f"the tokenizer of {folder.path} is {name}, code of its own that states how texts are split and is never run here; known are "
             f"{', '.join(KNOWN)}. Save it as tokenizer.json where you trust that code, and put the file there."
         )
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    remote, path = KNOWN[name], folder / "tokenizer_config.json"
-    rule, config = RULES[remote.rule], read_json(path)
-    ranks = _ranks(folder / remote.file)
+    remote, path = KNOWN[name], folder.path / "tokenizer_config.json"
+    rule, config = RULES[remote.rule], folder.json(path.name)
+    ranks = _ranks(folder, remote.file)
     letters = _letters()
     words = {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()}
     made = Tokenizer(models.BPE(words, _merges(ranks, letters), ignore_merges=True))  # as tiktoken does
@@ -124,22 +123,22 @@ def make_remote(folder: Path, name: str) -> Any:
     known = {name: text for name, text in texts.items() if isinstance(text, str) and made.token_to_id(text) is not None}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **known)
     tokenizer.chat_template = config.get("chat_template")
-    single = folder / "chat_template.jinja"
-    if single.is_file():
-        tokenizer.chat_template = refuse_stand_in(single).read_text("utf-8")
+    if folder.has("chat_template.jinja"):
+        tokenizer.chat_template = folder.text("chat_template.jinja")
     return tokenizer
 
 
-def _ranks(path: Path) -> dict[bytes, int]:
+def _ranks(folder: Files, name: str) -> dict[bytes, int]:
     """The vocabulary of tiktoken in a file.
 
     Raises:
         CheckpointError: It is missing or damaged.
     """
+    path, content = folder.path / name, folder.content(name)
     try:
-        lines = [line.split() for line in refuse_stand_in(path).read_bytes().splitlines() if line.strip()]
+        lines = [line.split() for line in content.splitlines() if line.strip()]
         found = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except (OSError, ValueError, binascii.Error) as error:
+    except (ValueError, binascii.Error) as error:
         raise CheckpointError(f"{path} is no vocabulary of tiktoken: {error}. Fetch it again.") from error
     if sorted(found.values()) != [*range(len(lines))] or not all(bytes([byte]) in found for byte in range(256)):
         raise CheckpointError(f"{path} lacks tokens, or has some twice: {len(found)} of {len(lines)}. Fetch it again.")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.folders.files import check_links, read_json
-from still_export.package.files import stand_in
-from still_export.sources import SOFTMAX
+from still_export.folders.families import SOFTMAX
+from still_export.folders.files import Files, damaged
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SAFE = ".safetensors"
@@ -39,8 +34,8 @@ METHODS = ("gptq", "awq", *AUTO_ROUND, "compressed-tensors", "fp8", "modelopt", 
 """Supported values of quant_method."""
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model or adapter folder, chosen as transformers does: model.safetensors, else the index's shards, with an
+def weight_files(folder: Files) -> list[Path]:
+    """The safetensors files of a model or adapter, chosen as transformers does: model.safetensors, else the index's shards, with an
     adapter if its configuration exists; otherwise the only file, or all parts named NAME-00001-of-0000N.
 
     Raises:
@@ -48,15 +43,15 @@ def weight_files(folder: Path) -> list[Path]:
             or a tensor is empty.
         UnsupportedModelError: MLX wrote them in its own layout.
     """
-    check_links(folder)
+    folder.check_links()
     files = _chosen(folder)
-    heads = heads_of(files)
-    _refuse_ungathered(folder, heads)
+    _refuse_ungathered(folder.path, heads_of(folder, files))
     _refuse_mlx(folder, files)
     return files
 
 
-def _chosen(folder: Path) -> list[Path]:
+def _chosen(opened: Files) -> list[Path]:
+    folder = opened.path
     single, index, adapter = (
         folder / name for name in ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
     )
@@ -64,12 +59,12 @@ def _chosen(folder: Path) -> list[Path]:
     if single.is_file():
         return [single, *configured]
     if index.is_file():
-        return [*_shards(index), *configured]
+        return [*_shards(opened, index), *configured]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         return files
     if _are_parts(files):
-        _places(files)
+        _places(opened, files)
         return files
     if files:
         raise CheckpointError(
@@ -135,11 +130,12 @@ def _refuse_ungathered(folder: Path, heads: Mapping[str, Head]) -> None:
             )
 
 
-def _refuse_mlx(folder: Path, files: Iterable[Path]) -> None:
+def _refuse_mlx(folder: Files, files: Iterable[Path]) -> None:
     """Raise UnsupportedModelError for files in MLX's own layout; plain softmax models without quantization have the usual one."""
-    if not any(metadata_of(file).get("format") == "mlx" for file in files):
+    said = (folder.header(file).get("__metadata__") for file in files)
+    if not any(isinstance(texts, dict) and texts.get("format") == "mlx" for texts in said):
         return
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = folder.json("config.json")
     text = config.get("text_config")
     kinds = {config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None}
     if "quantization" in config or not kinds & set(SOFTMAX):
@@ -147,14 +143,14 @@ def _refuse_mlx(folder: Path, files: Iterable[Path]) -> None:
             "with its own quantization" if "quantization" in config else "with convolutions and norms in its own form"
         )
         raise UnsupportedModelError(
-            f"{folder} was written by MLX (format: mlx in its weights), {coded}, which is not read. Use the Hugging Face folder that it "
-            "was converted from (base_model in its README.md), or a GGUF file of the model."
+            f"{folder.path} was written by MLX (format: mlx in its weights), {coded}, which is not read. Use the Hugging Face folder that "
+            "it was converted from (base_model in its README.md), or a GGUF file of the model."
         )
 
 
-def _shards(index: Path) -> list[Path]:
+def _shards(opened: Files, index: Path) -> list[Path]:
     """The files listed in an index, whose tensors are all listed and stored once."""
-    shards, folder = read_json(index).get("weight_map"), index.parent
+    shards, folder = opened.json(index.name).get("weight_map"), index.parent
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
     for tensor, name in shards.items():
@@ -169,7 +165,7 @@ def _shards(index: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}, named in {index.name}. The download is incomplete; fetch it again."
         )
-    for tensor, name in _places(files).items():
+    for tensor, name in _places(opened, files).items():
         if tensor not in shards:
             raise CheckpointError(
                 f"{tensor} is in {folder / name}, and {index.name} does not name it: they are of different models. Fetch both again."
@@ -177,26 +173,17 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
-def _places(files: Iterable[Path]) -> dict[str, str]:
+def _places(opened: Files, files: Iterable[Path]) -> dict[str, str]:
     """The file of each tensor; CheckpointError if two have one."""
     seen: dict[str, str] = {}
     for file in files:
-        for tensor in tensor_names(file):
+        for tensor in heads_of(opened, [file]):
             if tensor in seen:
                 raise CheckpointError(
                     f"{tensor} is in {seen[tensor]} and in {file.name} of {file.parent}. Delete the outdated file."
                 )
             seen[tensor] = file.name
     return seen
-
-
-def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; CheckpointError if it is damaged."""
-    try:
-        with safe_open(path, framework="np") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error) from error
 
 
 def refuse_pickle(path: Path) -> CheckpointError:
@@ -206,15 +193,6 @@ def refuse_pickle(path: Path) -> CheckpointError:
         f"{path} {what}: reading one could run any code that its author put in, so it is refused. "
         "Use the model's safetensors, or convert it with an unpickler that runs nothing: "
         f"python -m still_export.models.read.unpickle {path}{'' if path.is_dir() else f' {path.with_suffix(SAFE)}'}"
-    )
-
-
-def damaged(path: Path, error: Exception) -> CheckpointError:
-    if instead := stand_in(path):
-        return CheckpointError(f"{path} is {instead}.")
-    return CheckpointError(
-        f"{path} ({path.stat().st_size:,} bytes) is not an intact safetensors file: {error}. "
-        "It is truncated or damaged; fetch it again."
     )
 
 
@@ -230,8 +208,8 @@ class Head:
         return math.prod(self.shape)
 
 
-def heads_of(files: Iterable[Path]) -> dict[str, Head]:
-    """Headers of tensors in safetensors files, by name.
+def heads_of(folder: Files, files: Iterable[Path]) -> dict[str, Head]:
+    """Headers of tensors in safetensors files of a folder, by name.
 
     Raises:
         CheckpointError: A file is damaged.
@@ -239,29 +217,8 @@ def heads_of(files: Iterable[Path]) -> dict[str, Head]:
     found: dict[str, Head] = {}
     for path in files:
         try:
-            entries = _header(path).items()
+            entries = folder.header(path).items()
             found |= {n: Head(str(t["dtype"]), tuple(t["shape"])) for n, t in entries if n != "__metadata__"}
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
     return found
-
-
-def metadata_of(path: Path) -> dict[str, Any]:
-    """Texts that the writer of a safetensors file put into its header.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
-    found = _header(path).get("__metadata__")
-    return found if isinstance(found, dict) else {}
-
-
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            return dict(json.loads(file.read(size)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, error) from error

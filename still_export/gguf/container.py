@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.package.files import stand_in
+from still_export.package.files import begins_another
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _SAMPLING = {
@@ -184,13 +184,13 @@ def _reader(open_file: type, path: Path) -> Any:
             kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
             return np.frombuffer(self.data, kind, int(count), int(offset))
 
-    if instead := stand_in(path):
-        raise CheckpointError(f"{path} is {instead}.")
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise ValueError(f"it starts with {magic!r}, not b'GGUF'")
+            head = file.read(1024)
+        if instead := begins_another(head):
+            raise CheckpointError(f"{path} is {instead}.")
+        if head[:4] != b"GGUF":
+            raise ValueError(f"it starts with {head[:4]!r}, not b'GGUF'")
         return Reader(path)
     except _LIBRARY_ERRORS as error:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from still_export.errors import CheckpointError, ConfigError
-from still_export.folders.files import Adapter, read_checked
+from still_export.folders.files import Adapter, Files
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
@@ -121,7 +121,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that `linearize` wrote.")
-    values = read_checked(path, Adapter)
+    values = Files(folder).json(CONFIG, Adapter)
     if not isinstance(values.get("still_config"), dict):
         raise CheckpointError(
             f"{path} has no still_config, so it is no adapter of a STILL model. --adapter is the folder STILL/adapter that "

@@ -32,7 +32,7 @@ class Checkpoint:
     generation: dict[str, Any] = field(default_factory=dict)
     still: StillConfig | None = None
     configured: Path | None = None
-    overlays: Sequence[str | Path] = ()
+    overlays: Sequence[str] = ()
     added: list[Path] = field(default_factory=list)
     own_embedding: Path | None = None
     sight: dict[str, Any] | None = None

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from still_export.errors import (
     CheckpointError,
     ConfigError,
-    ModelNotFoundError,
     UnsupportedModelError,
     unknown,
 )
-from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.adapter_config import ADAPTER_CONFIG
 from still_export.folders.families import AHEAD, whole_config
-from still_export.folders.files import Generation, Optimizer, check_tokenizer_files, read_checked
-from still_export.folders.model import check_file, resolve_source
-from still_export.folders.weights import weight_files
+from still_export.folders.files import Generation, Optimizer
+from still_export.folders.model import ModelFolder, check_file
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.ambient import plain_torch
@@ -30,14 +29,12 @@ from still_export.models.build import build_model, complete_weights, family_of, 
 from still_export.models.families.linear_names import language_model
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
-from still_export.models.gguf import read_gguf, read_tokenizer
+from still_export.models.gguf.model import read_gguf
 from still_export.models.kinds import Checkpoint, UserChoice, kind_of
 from still_export.models.read import convert
-from still_export.models.read.checkpoint import open_tensors, read_config, stored_dtype
-from still_export.models.read.tokenizer_file import tokenizer_of
+from still_export.models.read.checkpoint import open_tensors, stored_dtype
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -83,18 +80,18 @@ class Source:
         return self.model(stand_ins(self.weights))
 
 
-def load_model(source: str | Path, **options: Any) -> Any:
+def load_model(source: str | Path | ModelFolder, **options: Any) -> Any:
     return open_source(source, **options).read()
 
 
 @plain_torch()
 def open_source(
-    source: str | Path,
+    source: str | Path | ModelFolder,
     *,
     attach_untrained: bool = False,
     still_config: StillConfig | None = None,
     deployment: Mapping[str, Any] | None = None,
-    overlays: Sequence[str | Path] = (),
+    overlays: Sequence[str | Path | ModelFolder] = (),
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     vision: bool = False,
@@ -102,13 +99,14 @@ def open_source(
     """A STILL model whose weights are read and checked lazily.
 
     Args:
-        source: Model folder, hub id ("org/name") or .gguf file. A STILL model, a checkpoint of the released STILL code, or, with
-            `attach_untrained`, an adapter that `linearize` wrote, or a LoLCATs overlay, a plain softmax model.
+        source: Model folder, hub id ("org/name") or .gguf file, or one that is open. A STILL model, a checkpoint of the released STILL
+            code, or, with `attach_untrained`, an adapter that `linearize` wrote, or a LoLCATs overlay, a plain softmax model.
         attach_untrained: Give a plain softmax model untrained STILL attention (identity maps, open gates).
         still_config: Configuration of untrained attention; for released and LoLCATs checkpoints, values missing in their files. Not for
             STILL folders and adapters, which have their own.
         deployment: Fields that training does not fix, for any model: `capacity_tokens`, `overflow`.
-        overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
+        overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps; added
+            to those of an open `source`.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
         vision: Also read the image encoder.
@@ -120,7 +118,8 @@ def open_source(
         UnsupportedModelError: The family or a variant of its attention is not covered.
         ConfigError: Configurations contradict each other.
     """
-    found = _opened(source, revision, overlays, _dtype(dtype))
+    folder = ModelFolder.open(source, revision)
+    found = _opened(folder, [*folder.overlays, *map(ModelFolder.open, overlays)], _dtype(dtype))
     sees = take_vision(found.sight, found.tensors, found.source) if vision else None
     if sees is not None:
         found.config["vision_config"] = sees.config.to_dict()
@@ -135,14 +134,12 @@ def open_source(
     return _built(found, still, kind.fresh, sees)
 
 
-def _opened(
-    source: str | Path, revision: str | None, overlays: Sequence[str | Path], dtype: torch.dtype | None
-) -> Checkpoint:
+def _opened(folder: ModelFolder, overlays: Sequence[ModelFolder], dtype: torch.dtype | None) -> Checkpoint:
     """The tensors of a model and its overlays, LoRA merged."""
-    found = _read(source, revision, dtype)
-    found.overlays = overlays
+    found = _read(folder, dtype)
+    found.overlays = [overlay.name for overlay in overlays]
     for overlay in overlays:
-        _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
+        _overlay(found, overlay, next(iter(found.tensors.values())).dtype)
     plain = convert.plain_names(found.tensors)
     found.tensors = convert.merge_lora(plain, found.adapter, found.source, found.model_type)
     return found
@@ -200,67 +197,19 @@ def _ahead(
         ) from error
 
 
-def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype:
+def source_dtype(source: str | Path | ModelFolder, revision: str | None = None) -> torch.dtype:
     """The type that the weights of `source` are stored in; float32 for a GGUF file, which is dequantized.
 
     Raises:
         ModelNotFoundError, CheckpointError: See `open_source`.
     """
-    path = resolve_source(source, revision)
-    return torch.float32 if path.is_file() else stored_dtype(read_config(path))
+    folder = ModelFolder.open(source, revision)
+    return torch.float32 if folder.is_file else stored_dtype(folder.config)
 
 
-def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer of a model; batches are padded on the right.
-
-    Raises:
-        ModelNotFoundError: `source` is no model, or has no tokenizer.
-        CheckpointError: Its tokenizer is damaged.
-        UnsupportedModelError: A GGUF file's tokenizer is of a kind that is not covered.
-    """
-    path = resolve_source(source, revision)
-    tokenizer = read_tokenizer(path) if path.is_file() else _folder_tokenizer(path, source)
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-def _folder_tokenizer(path: Path, source: str | Path) -> Any:
-    present = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
-    check_tokenizer_files(path)
-    if (path / "config.json").is_file():
-        read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
-    try:
-        tokenizer = tokenizer_of(path)
-    except (ModelNotFoundError, CheckpointError):
-        raise
-    except BaseException as error:  # of half a dozen libraries, one of which panics outside Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())
-        if (why := _config_fault(path)) == reason:
-            raise CheckpointError(f"{path / 'config.json'}: transformers cannot read it: {why}") from error
-        if present:
-            lacks = "" if path / "tokenizer.json" in present else " without tokenizer.json"
-            raise CheckpointError(
-                f"{', '.join(map(str, present))}{lacks}: no tokenizer that transformers can read: {reason}"
-            ) from error
-        raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
-    if not present and not tokenizer.encode(
-        "a word", add_special_tokens=False
-    ):  # for some families transformers makes an empty one
-        raise ModelNotFoundError(
-            f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy them from its base."
-        )
-    return tokenizer
-
-
-def _config_fault(folder: Path) -> str:
-    """transformers' error for config.json alone; "" if it reads it."""
-    try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        return " ".join(str(error).split())
-    return ""
+def load_tokenizer(source: str | Path | ModelFolder, revision: str | None = None) -> Any:
+    """The tokenizer of a model; errors: those of `ModelFolder.tokenizer`, or `source` is no model (ModelNotFoundError)."""
+    return ModelFolder.open(source, revision).tokenizer
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -273,57 +222,53 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
-def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -> Checkpoint:
-    path = resolve_source(source, revision)
-    if path.is_file():
-        check_file(path)
-        model_type, values, generation, blocks = read_gguf(path, dtype or torch.float32)
-        return Checkpoint(str(source), model_type, language_model(values), dict(blocks), generation=generation)
-    config = whole_config(path, read_config(path))
+def _read(folder: ModelFolder, dtype: torch.dtype | None) -> Checkpoint:
+    if folder.is_file:
+        check_file(folder.place)
+        model_type, values, generation, blocks = read_gguf(folder.place, dtype or torch.float32)
+        return Checkpoint(folder.name, model_type, language_model(values), dict(blocks), generation=generation)
+    config = deepcopy(whole_config(folder, folder.config))
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)
-    optimized = path / "hf_quant_config.json"
-    if quantized is None and optimized.is_file():  # older Model Optimizer folders have it only there
-        quantized = {"quant_method": "modelopt", **read_checked(optimized, Optimizer)["quantization"]}
+    if quantized is None and (
+        optimized := folder.json("hf_quant_config.json", Optimizer)
+    ):  # older folders have it only there
+        quantized = {"quant_method": "modelopt", **optimized["quantization"]}
     known = config["model_type"]
     if known != "still":
         family_of(known)  # before gigabytes are read
-    tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config), quantized))
-    adapter, settings = path / "adapter_config.json", path / "generation_config.json"
+    tensors: dict[str, Weight] = dict(open_tensors(folder.weights, dtype or stored_dtype(config), quantized))
     return Checkpoint(
-        str(source),
+        folder.name,
         known,
         config,
         tensors,
-        read_adapter_config(adapter) if adapter.is_file() else None,
-        read_checked(settings, Generation) if settings.is_file() else {},
+        folder.adapter,
+        dict(folder.json("generation_config.json", Generation)),
         sight=sight,
     )
 
 
-def _overlay(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
+def _overlay(found: Checkpoint, overlay: ModelFolder, dtype: torch.dtype) -> None:
     """Add the tensors of an adapter or of distilled feature maps; they replace the model's."""
-    if path.is_file():
-        files, adapter = [path], path.parent / "adapter_config.json"
-    else:
-        files, adapter = weight_files(path), path / "adapter_config.json"
+    files, adapter = overlay.weights, overlay.path / ADAPTER_CONFIG
     found.added += files
     added = convert.plain_names(open_tensors(files, dtype))
     found.tensors = convert.plain_names(found.tensors)
-    if adapter.is_file():
-        found.adapter = read_adapter_config(adapter)
+    if overlay.adapter is not None:
+        found.adapter = overlay.adapter
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
             found.configured = adapter
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in added}
     if (
         found.still is None
-        and adapter.is_file()
+        and overlay.adapter is not None
         and ends & {"embed_tokens", "embeddings"}
         and not ends & {"lm_head", "head"}
     ):
-        found.own_embedding = path
+        found.own_embedding = overlay.place
     in_base = convert.names_in_base(found.tensors, found.model_type)
     found.tensors.update({in_base(name): tensor for name, tensor in added.items()})
     if any("lora_" in name for name in added):

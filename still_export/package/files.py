@@ -58,9 +58,13 @@ def stand_in(path: Path) -> str:
     """What `path` holds instead of the file that its name promises, and what to do; "": nothing of the kind."""
     try:
         with path.open("rb") as file:
-            head = file.read(1024)
+            return begins_another(file.read(1024))
     except OSError:  # its reader says so
         return ""
+
+
+def begins_another(head: bytes) -> str:
+    """As `stand_in`, for a file that begins with `head`."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     return next((what for begin, what in _STAND_INS if re.match(begin, text, re.IGNORECASE)), "")
 

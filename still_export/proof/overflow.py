@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from still_export.errors import StillExportError
+from still_export.folders.model import ModelFolder
 from still_export.graph.options import ExportOptions
-from still_export.models.load import load_tokenizer
-from still_export.models.read.source import find_source
+from still_export.models.read.source import find_folder, find_source
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
@@ -17,17 +17,21 @@ MOST = 32
 """Tokens of the text."""
 
 
-def overflow_of(options: ExportOptions) -> Overflow | None:
+def overflow_of(options: ExportOptions, folder: ModelFolder | None = None) -> Overflow | None:
     """The first layer with a non-finite output on a short text in `options.dtype`, or constant logits; None: no overflow.
+
+    Args:
+        folder: The model's files, where they are open.
 
     Raises:
         StillExportError: The model cannot be read.
     """
-    source = find_source(options)
+    folder = folder or find_folder(options)
+    source = find_source(options, folder)
     layers = LayerwiseModel({"model": {"all_logits": False}}, source)
     vocabulary = int(source.config.vocab_size)
     try:
-        ids = load_tokenizer(options.model, options.revision)(TEXT)["input_ids"]
+        ids = folder.tokenizer(TEXT)["input_ids"]
     except StillExportError:
         ids = np.random.default_rng(0).integers(0, vocabulary, MOST).tolist()
     tokens = np.clip(np.array([ids[:MOST] or [0]], np.int64), 0, vocabulary - 1)

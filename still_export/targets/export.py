@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
+from still_export.folders.model import ModelFolder
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.mixers.choices import StillChoices
 from still_export.options import names_of
@@ -33,6 +34,7 @@ def export(
     command: str = "",
     progress: Progress = silent,
     dump_dir: Path | None = None,
+    model: ModelFolder | None = None,
 ) -> Package:
     """Export a model to the package of a target: write the portable package, then lower it.
 
@@ -41,6 +43,7 @@ def export(
         to: Target named as in `--to`, or a record's name.
         options: The target's options, such as OrtOptions or TrtOptions; None: the defaults.
         dump_dir: Folder for the graph after each step, without weights.
+        model: The model's files; None: they are opened.
 
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
@@ -56,6 +59,7 @@ def export(
         write_portable(
             export_options,
             hub,
+            model,
             partial(target.layout_for, options=options),
             target.to,
             check=lambda manifest: target.check_model(manifest, options),
@@ -95,6 +99,7 @@ def derive(
     write_portable(
         job.export_options,
         hub,
+        None,
         partial(target.layout_for, options=job.options),
         target.to,
         check=lambda manifest: target.check_model(manifest, job.options),

@@ -16,8 +16,16 @@ import pytest
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from still_export.folders.model import check_family, check_model, check_overlay, resolve_source
+from still_export.folders.sources import (
+    GGUF_SOFTMAX,
+    GGUF_VERBS,
+    SOFTMAX,
+    demand_package,
+    gguf_architecture,
+    local,
+    look,
+)
 from still_export.gguf import softmax as architectures
-from still_export.sources import GGUF_SOFTMAX, GGUF_VERBS, SOFTMAX, demand_package, gguf_architecture, local, look
 
 FIRST_LOOKS = """
 import contextlib, io, json, sys, time
@@ -182,7 +190,7 @@ def test_verbs_that_take_a_gguf_file(verb: str, given: Path) -> None:
 
 def test_a_linearized_model_of_others_is_no_plain_one(given: Path, tmp_path: Path) -> None:
     """Weights of the released code and of LoLCATs have model_type llama: their names tell."""
-    from still_export.sources import demand_model
+    from still_export.folders.sources import demand_model
 
     for name in ("model.layers.0.self_attn.feature_map_q.mlp.layer", "model.layers.1.self_attn.window_factors"):
         folder = tmp_path / name

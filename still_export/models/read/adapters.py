@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from still_export.errors import ConfigError
-from still_export.folders.adapter_config import read_adapter_config
-from still_export.folders.weights import weight_files
+from still_export.folders.model import ModelFolder
 from still_export.models.read.checkpoint import open_tensors
 from still_export.models.read.convert import merge_lora, names_in_base, plain_names
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
@@ -31,10 +30,10 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
     places = list((manifest.get("quantization") or {}).get("adapters") or ())
     if not places:
         raise ConfigError(f"--adapter {path}: the package was exported without --adapters, so it takes none.")
-    config = path / "adapter_config.json"
-    if not config.is_file():
+    folder = ModelFolder(path)
+    if folder.adapter is None:
         raise ConfigError(f"--adapter {path} has no adapter_config.json. Give the folder that PEFT wrote.")
-    tensors = plain_names(open_tensors(weight_files(path)))
+    tensors = plain_names(open_tensors(folder.weights))
     shapes = {
         name: torch.Size((outputs, place["inputs"]))
         for place in places
@@ -53,7 +52,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
     empty = {
         name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()
     }
-    merged = merge_lora({**empty, **tensors}, read_adapter_config(config), str(path), family)
+    merged = merge_lora({**empty, **tensors}, folder.adapter, str(path), family)
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()

@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from still_export.errors import CheckpointError, ConfigError
-from still_export.folders.files import Config, read_checked
-from still_export.folders.model import check_folder
-from still_export.folders.weights import PICKLE_SUFFIXES, damaged, refuse_pickle
+from still_export.errors import CheckpointError
+from still_export.folders.files import damaged
+from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle
 from still_export.models.families.experts import FLOAT32
 from still_export.models.read.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.read.weights import Deferred
@@ -25,27 +24,6 @@ MADV_PAGEOUT = 21
 """Linux' madvise flag: write back changed pages, and drop all."""
 EXPERTS_DIM = 3
 """Dimensions of a tensor with all experts of a layer, or a convolution."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder.
-
-    Raises:
-        ModelNotFoundError: The folder is no model.
-        CheckpointError: The file is damaged.
-    """
-    check_folder(folder)
-    config = _with_infinities(read_checked(folder / "config.json", Config, ConfigError))
-    return config
-
-
-def _with_infinities(value: Any) -> Any:
-    """`value` with transformers' JSON form of infinities replaced: {"__float__": "Infinity"}."""
-    if isinstance(value, dict):
-        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-            return float(value["__float__"])
-        return {name: _with_infinities(x) for name, x in value.items()}
-    return [_with_infinities(x) for x in value] if isinstance(value, list) else value
 
 
 def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from still_export.folders.model import ModelFolder
 from still_export.mixers.config import StillConfig
 from still_export.models.load import Source, open_source, source_dtype
 
@@ -33,19 +34,22 @@ class ModelOptions(Protocol):
         """Deployment fields of the STILL configuration."""
 
 
-def find_source(options: ModelOptions) -> Source:
-    """The model of `options`, its weights unread."""
-    dtype = options.dtype
-    if dtype == "auto" and source_dtype(options.model, options.revision) == torch.bfloat16:
+def find_folder(options: ModelOptions) -> ModelFolder:
+    """The files of the model of `options`, with its overlays."""
+    return ModelFolder.open(options.model, options.revision, options.overlays)
+
+
+def find_source(options: ModelOptions, folder: ModelFolder | None = None) -> Source:
+    """The model of `options`, its weights unread; `folder`: its files, where they are open."""
+    folder, dtype = folder or find_folder(options), options.dtype
+    if dtype == "auto" and source_dtype(folder) == torch.bfloat16:
         # Most checkpoints are bfloat16, which ONNX Runtime's CPU provider lacks: the package would run almost nowhere.
         dtype = "float32"
     return open_source(
-        options.model,
+        folder,
         attach_untrained=options.attach_untrained,
         still_config=options.still_config(),
         deployment=options.deployment(),
-        overlays=options.overlays,
         dtype=dtype,
-        revision=options.revision,
         vision=options.vision,
     )

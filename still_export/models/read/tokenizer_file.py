@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedError
-from still_export.folders.files import read_json
-from still_export.folders.remote_tokenizer import make_remote, remote_class
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 12345 days, we've seen 678 more; don't you THINK'S so?",
@@ -28,28 +26,6 @@ TEXTS = (
     "0" * 40,
 )
 """Kinds of text in which splitting rules differ."""
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer of a folder by transformers, with its errors. A model's own code is never run: if the folder names its own class for
-    tokenizer.json, that file alone is used; without the file, the class is one whose rules are known, or refused."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-
-    if name := remote_class(folder, lambda name: tokenizer_class_from_name(name) is not None):
-        return make_remote(folder, name)
-    config = folder / "tokenizer_config.json"
-    named = read_json(config).get("auto_map") if config.is_file() else None
-    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
-    if (folder / "tokenizer.json").is_file() and isinstance(classes, list) and classes[1:] and classes[1]:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        tokenizer.init_kwargs.pop("auto_map", None)  # otherwise it is written into packages, which lack such a class
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if model is not None and getattr(model, "dropout", None):
-        model.dropout = None  # merges that training dropped at random
-    return tokenizer
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:

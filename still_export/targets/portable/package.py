@@ -17,7 +17,7 @@ from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.ambient import plain_torch
 from still_export.models.description import describe_model, warn_of_settings
-from still_export.models.read.source import find_source
+from still_export.models.read.source import find_folder, find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
@@ -35,6 +35,7 @@ from still_kernels.registry import ties_of
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from still_export.folders.model import ModelFolder
     from still_export.models.load import Source
     from still_export.models.read.weights import Weight
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 def write_portable(
     options: ExportOptions,
     folder: Path,
+    files: ModelFolder | None,
     layout: Callable[[str], Layout],
     to: str,
     *,
@@ -57,6 +59,7 @@ def write_portable(
 
     Args:
         folder: Folder of the package, which gets no runtime graph yet.
+        files: The model's files; None: they are opened.
         layout: Form of low-bit weights, by activation type.
         check: Raises, before tracing, if the target does not support a model with this manifest.
         command: The command line, recorded in the manifest.
@@ -68,9 +71,10 @@ def write_portable(
         StillExportError: The model cannot be read or exported.
     """
     progress("copying the tokenizer")  # before the weights, so that its working memory is not added to theirs
-    text = _write_text_files(options, folder)
+    files = files or find_folder(options)
+    text = _write_text_files(files, folder)
     progress("reading the model")
-    source = find_source(options)
+    source = find_source(options, files)
     head = source.ahead() if source.ahead and options.speculate and not options.adapters else None
     if left_out := source.left_out(ahead=head is None):
         logging.getLogger(__name__).warning("left out, not part of the language model: %s", left_out)
@@ -94,7 +98,7 @@ def write_portable(
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     warn_of_settings(model.generation_config)
     model.generation_config.save_pretrained(folder)
-    planned = _plan_quantization(source, head, options, layout(dtype), to, progress, calibration)
+    planned = _plan_quantization(source, files, head, options, layout(dtype), to, progress, calibration)
     progress("tracing")
     manifest |= _write_graph(source, head, options, folder, progress, manifest, planned, dump, holes)
     if source.vision is not None:
@@ -190,6 +194,7 @@ def _own(head: Source | None) -> dict[str, Weight]:
 
 def _plan_quantization(
     source: Source,
+    files: ModelFolder,
     head: Source | None,
     options: ExportOptions,
     layout: Layout,
@@ -216,10 +221,7 @@ def _plan_quantization(
         own_forms = {name: form for name, form in forms.items() if name in own}
         forms = calibrated_forms(forms, calibration.get("eight_bits") or ())
         return Planned(roles, {**forms, **own_forms}, policy, {"calibration": calibration})
-    from still_export.models.load import load_tokenizer
-
-    tokenizer = load_tokenizer(options.model, options.revision)
-    texts = read_rows(options.calibrate, tokenizer, int(model.config.vocab_size))
+    texts = read_rows(options.calibrate, files.tokenizer, int(model.config.vocab_size))
     budget = None if options.quantize_budget is None else parse_budget(options.quantize_budget)
     measured = {name: form for name, form in forms.items() if name not in own}
     measured, calibration = calibrate(source, measured, policy, texts, budget, progress)
@@ -260,16 +262,14 @@ def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
         )
 
 
-def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
+def _write_text_files(files: ModelFolder, folder: Path) -> dict[str, Any]:
     """Write tokenizer, generation configuration and chat template; returns the manifest's chat templates."""
-    from still_export.models.load import load_tokenizer
-
     try:
-        tokenizer = load_tokenizer(options.model, options.revision)
+        tokenizer = files.tokenizer
     except ModelNotFoundError as error:  # the model has no tokenizer
         logging.getLogger(__name__).warning("%s The package accepts token ids only.", error)
         return {"chat": None}
-    write_tokenizer(tokenizer, folder, options.model)
+    write_tokenizer(tokenizer, folder, files.name)
     found = chat_format(tokenizer)
     if found is None:
         return {"chat": None}

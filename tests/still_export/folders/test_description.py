@@ -15,9 +15,9 @@ from still_export.folders.adapter_description import describe_adapter
 from still_export.folders.description import describe_folder
 from still_export.folders.families import LINEAR, NOT_COVERED
 from still_export.folders.model import check_model, is_known
+from still_export.folders.sources import demand_model
 from still_export.folders.words import context_of
 from still_export.models import load
-from still_export.sources import demand_model
 
 QWEN = {
     "model_type": "qwen3_5",

@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError, StillExportError, UnsupportedModelError
 from still_export.folders.description import describe_folder
-from still_export.folders.model import check_model, check_overlay
-from still_export.folders.weights import weight_files
+from still_export.folders.model import ModelFolder, check_model, check_overlay
+from still_export.folders.sources import look
 from still_export.models.load import load_tokenizer, open_source
 from still_export.models.read.convert import plain_names
 from still_export.models.read.unpickle import main as unpickle
 from still_export.package.files import stand_in
-from still_export.sources import look
 from tests.still_export.linear_models import linear_model
 from tests.still_export.training import byte_tokenizer
 
@@ -152,7 +151,7 @@ def test_pickled_shards_by_the_command_that_is_named(model: Path) -> None:
         part = {name: tensor for name, tensor in state.items() if len(name) % 2 == number - 1}
         torch.save({"module": part, "ds_version": "0.17"}, model / f"pytorch_model-0000{number}-of-00002.bin")
     assert unpickle([str(model)]) == 0
-    assert [file.name for file in weight_files(model)] == [
+    assert [file.name for file in ModelFolder(model).weights] == [
         f"pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)
     ]
     read(model)

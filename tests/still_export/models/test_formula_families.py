@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.description import describe_folder
 from still_export.folders.model import check_model
+from still_export.folders.sources import demand_model
 from still_export.models.load import load_model, open_source
-from still_export.sources import demand_model
 from tests.still_export import hype_models, in_llama_models, radlads_models
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.formulas import add_half, calm, demand_formulas, demand_package

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from still_export.errors import CheckpointError
+from still_export.folders import model as model_files
 from still_export.models.load import load_tokenizer
-from still_export.models.read import tokenizer_file
 from still_export.models.read.tokenizer_file import TEXTS, write_tokenizer
 from still_export.proof.verdict import Verdict
 from still_export.proof.whole_package import _own_tokenizer
@@ -63,7 +63,7 @@ def test_the_proof_reads_a_folders_tokenizer_by_itself(tmp_path: Path, monkeypat
     classes = ["tokenization_own.OwnTokenizer", "tokenization_own.OwnTokenizerFast"]
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": classes}}
     folder, verdict = folder_with(tmp_path, own, model={"dropout": 0.9}), Verdict()
-    monkeypatch.setattr(tokenizer_file, "tokenizer_of", lambda _: pytest.fail("the export's reader"))
+    monkeypatch.setattr(model_files, "read_folder_tokenizer", lambda *_: pytest.fail("the export's reader"))
     found, right = _own_tokenizer(folder, verdict), byte_tokenizer(["h e", "l l", "he ll"])
     assert not verdict.not_asked
     for text in (*TEXTS, "hello<end> he"):

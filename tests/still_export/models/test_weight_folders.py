@@ -13,7 +13,8 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
-from still_export.folders.weights import weight_files
+from still_export.folders.files import Files
+from still_export.folders.model import ModelFolder
 from still_export.models.build import read_generation
 from still_export.models.description import describe_model, warn_of_settings
 from still_export.models.families.linear_families import LINEAR_FAMILIES
@@ -156,7 +157,7 @@ def test_names_of_a_wrapped_model_are_the_models(family: str, wrapper: str, tmp_
 
 def test_one_file_of_any_name_is_the_models(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "maps.safetensors")
-    assert weight_files(tmp_path) == [tmp_path / "maps.safetensors"]
+    assert ModelFolder(tmp_path).weights == [tmp_path / "maps.safetensors"]
 
 
 def test_faults_of_a_configuration_are_not_the_tokenizers(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_an_adapter_of_what_is_not_understood(tmp_path: Path, more: dict[str, An
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**LORA, **more}))
     with pytest.raises(UnsupportedModelError, match=said):
-        read_adapter_config(path)
+        read_adapter_config(Files(path.parent))
 
 
 def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
@@ -206,12 +207,14 @@ def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
         "init_lora_weights": "gaussian",
     }
     path.write_text(json.dumps({**LORA, **off, "alpha_pattern": {"q_proj": 32}, "rank_pattern": {"q_proj": 2}}))
-    adapter = read_adapter_config(path)
+    adapter = read_adapter_config(Files(path.parent))
     assert lora_scale(adapter, "model.layers.0.self_attn.q_proj", 2) == 16
     assert lora_scale(adapter, "model.layers.0.self_attn.v_proj", 4) == 4
     assert lora_scale({**adapter, "use_rslora": True}, "model.layers.0.self_attn.v_proj", 4) == 8
     path.write_text(json.dumps({name: value for name, value in LORA.items() if name != "lora_alpha"}))
-    assert lora_scale(read_adapter_config(path), "model.layers.0.self_attn.q_proj", 4) == 2  # PEFT's own lora_alpha
+    assert (
+        lora_scale(read_adapter_config(Files(path.parent)), "model.layers.0.self_attn.q_proj", 4) == 2
+    )  # PEFT's own lora_alpha
 
 
 @pytest.mark.parametrize("theirs", ["model.", "model.language_model.", "language_model.model."])

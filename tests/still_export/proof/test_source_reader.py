@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from still_export.folders.model import ModelFolder
 from still_export.graph.options import ExportOptions
 from still_export.models import load
 from still_export.models.read.source import find_source
@@ -128,7 +129,7 @@ def test_weights_of_another_file_are_seen(tmp_path: Path, monkeypatch: pytest.Mo
     plain_model("llama", torch.float32).save_pretrained(tmp_path)
     other = {name: tensor + 1 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     save_file(other, tmp_path / "older.safetensors")
-    monkeypatch.setattr(load, "weight_files", lambda folder: [folder / "older.safetensors"])
+    monkeypatch.setattr(ModelFolder, "weights", property(lambda folder: [folder.path / "older.safetensors"]))
     assert "transformers" in wrong(asked(tmp_path))
 
 

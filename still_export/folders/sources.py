@@ -3,58 +3,33 @@ seconds."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
-import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from still_export.discovery import recognised
 from still_export.errors import (
     CheckpointError,
     ConfigError,
-    ModelNotFoundError,
     NotLinearizedError,
     PackageError,
     UnsupportedModelError,
 )
-from still_export.package.files import MANIFEST, stand_in
+from still_export.folders.adapter_config import ADAPTER_CONFIG
+from still_export.folders.families import COMPANION_FILES, GGUF_SOFTMAX, SOFTMAX
+from still_export.folders.model import ModelFolder, local
+from still_export.package.files import MANIFEST
 
-SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
-"""Families with softmax layers, by model_type; linearize accepts them."""
-
-GGUF_SOFTMAX = {
-    **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3")},
-    "mistral3": "mistral",
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
-}
-"""Their model_type by general.architecture of GGUF files."""
-
-COMPANION_FILES = {
-    "mamba_config.json": ("mambainllama", ("llama", "mistral")),
-    "hybrid_config.json": ("zebra_llama", ("llama",)),
-}
-"""Files next to the config.json of a model that other programs linearized: prefix of the new model_type, and model_types before."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_MOST_HEADER = 100 << 20
 _MOST_GGUF_HEADER = 16 << 20
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by GGUF's code of its type."""
 _MAPS = ("feature_map_", "window_factors")
 """Parts of tensor names that only linearized models have."""
-_SPECIAL = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 @dataclass(frozen=True)
@@ -65,6 +40,7 @@ class Found:
         kind: "none" is anything else, such as an empty folder.
         model_type: For models. dtype: Type of the weights in config.json; "": not stated.
         base: For adapters: the base model, as named in the adapter.
+        folder: Its files, as far as they were read; None for a hub id.
     """
 
     path: Path
@@ -72,47 +48,7 @@ class Found:
     model_type: str = ""
     base: str = ""
     dtype: str = ""
-
-
-def local(source: str | Path) -> Path | None:
-    """The file or folder named `source`; None: it is a hub id.
-
-    Raises:
-        ModelNotFoundError: The name is empty, or nothing has it.
-        CheckpointError: It is or contains a named pipe, a device or a socket; reading one may never end.
-    """
-    if not str(source) or not str(source).strip():
-        raise ModelNotFoundError(
-            "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
-        )
-    path = Path(os.path.expanduser(source))  # unchanged without a home folder
-    try:
-        exists = path.exists()
-    except (OSError, ValueError) as error:  # such as a name that is too long
-        raise ModelNotFoundError(f"{str(source)[:200]!r} is no path: {error}.") from None
-    if exists:
-        refuse_special(path)
-        return path
-    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise ModelNotFoundError(
-            f"{source} does not exist. Give a Hugging Face model folder, a hub id (org/name) or a .gguf file."
-        )
-    return None
-
-
-def refuse_special(path: Path) -> None:
-    """Raise CheckpointError if `path`, or an entry up to two levels below it, is neither file nor folder."""
-    entries = [path]
-    for folder in (path, *(sorted(path.iterdir()) if path.is_dir() else ())):
-        if folder.is_dir() and not (folder is not path and folder.is_symlink()):
-            entries += sorted(folder.iterdir())
-    for entry in entries:
-        try:
-            kind = stat.S_IFMT(entry.stat().st_mode)
-        except OSError:  # a broken link; the reader of the file reports it
-            continue
-        if kind in _SPECIAL:
-            raise CheckpointError(f"{entry} is {_SPECIAL[kind]}, not a file, so nothing is read here. Remove it.")
+    folder: ModelFolder | None = None
 
 
 def look(source: str | Path) -> Found:
@@ -124,26 +60,26 @@ def look(source: str | Path) -> Found:
     path = local(source)
     if path is None:
         return Found(Path(source), "hub")
+    folder = ModelFolder(path, source)
     if path.is_file():
         if path.suffix != ".gguf":
-            return Found(path, "none")
+            return Found(path, "none", folder=folder)
         architecture = gguf_architecture(path)
-        return Found(path, "model", GGUF_SOFTMAX.get(architecture, architecture))
-    if "format_version" in _object(path / MANIFEST):
-        return Found(path, "package")
-    if (path / "config.json").is_file():
-        config = _object(path / "config.json")
+        return Found(path, "model", GGUF_SOFTMAX.get(architecture, architecture), folder=folder)
+    if "format_version" in folder.known(MANIFEST):
+        return Found(path, "package", folder=folder)
+    if folder.has("config.json"):
+        config = folder.known("config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        became = (kind for name, (kind, _) in COMPANION_FILES.items() if (path / name).is_file())
+        became = (kind for name, (kind, _) in COMPANION_FILES.items() if folder.has(name))
         model_type = next(became, recognised(config))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-        return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
-    if (path / "adapter_config.json").is_file():
-        return Found(
-            path, "adapter", base=str(_object(path / "adapter_config.json").get("base_model_name_or_path") or "")
-        )
-    return Found(path, "none")
+        return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype, folder=folder)
+    if folder.has(ADAPTER_CONFIG):
+        base = str(folder.known(ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+        return Found(path, "adapter", base=base, folder=folder)
+    return Found(path, "none", folder=folder)
 
 
 GGUF_VERBS = ("run", "serve", "bench", "verify")
@@ -197,8 +133,8 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
     """
     found = look(source)
     quoted = shlex.quote(source)
-    if found.kind == "package":
-        made_of = (_object(found.path / MANIFEST).get("config") or {}).get("model")
+    if found.kind == "package" and found.folder is not None:
+        made_of = (found.folder.known(MANIFEST).get("config") or {}).get("model")
         to = f"still-export lower {quoted} --to TARGET -o OTHER" if verb == "export" else ""
         if not to:
             to = f"still-export {verb} {shlex.quote(str(made_of or 'MODEL'))}"
@@ -210,11 +146,14 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
             f"{source} is an adapter, which changes a base model. Give that model, and the adapter with {flag}: "
             f"still-export {verb} {base} {flag} {quoted}"
         )
-    for overlay in overlays:
-        if (added := look(overlay)).kind == "package":
+    added = [look(overlay) for overlay in overlays]
+    for overlay in added:
+        if overlay.kind == "package":
             raise ConfigError(
-                f"--overlay {overlay} is an exported package. Give an adapter's folder ({added.path} is none)."
+                f"--overlay {overlay.folder} is an exported package. Give an adapter's folder ({overlay.path} is none)."
             )
+    if found.folder is not None:
+        found.folder.added = tuple(one.folder or name for one, name in zip(added, overlays, strict=True))
     if found.kind != "model":
         return found
     if verb == "linearize":
@@ -231,7 +170,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
 
 
 def _is_plain_softmax(found: Found) -> bool:
-    return found.model_type in SOFTMAX and _has_no_maps(found.path)
+    return found.model_type in SOFTMAX and found.folder is not None and _has_no_maps(found.folder)
 
 
 def _not_linearized(source: str, model_type: str) -> NotLinearizedError:
@@ -242,21 +181,6 @@ def _not_linearized(source: str, model_type: str) -> NotLinearizedError:
         f"adapter that was trained before: still-export {quoted} --overlay ADAPTER --to onnx -o PACKAGE. In the adapter's place "
         "--attach-untrained measures speed; its answers are the base model's only within the first two chunks (128 tokens)."
     )
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if it is damaged, which its reader reports.
-
-    Raises:
-        CheckpointError: It is a pointer of Git LFS, or a web page.
-    """
-    if instead := stand_in(path):
-        raise CheckpointError(f"{path} is {instead}.")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def gguf_architecture(path: Path) -> str:
@@ -302,18 +226,13 @@ def gguf_architecture(path: Path) -> str:
     return ""
 
 
-def _has_no_maps(path: Path) -> bool:
+def _has_no_maps(folder: ModelFolder) -> bool:
     """Whether the file headers can be read and have no tensors of a linearized model."""
-    if path.is_file():
+    if folder.is_file:
         return True
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                names = json.loads(opened.read(size)) if size <= _MOST_HEADER else {}
-        except (OSError, ValueError, RecursionError):
-            return False
-        if not names or any(part in name for name in names for part in _MAPS):
-            return False
-    return bool(files)
+    files = sorted(folder.path.glob("*.safetensors"))
+    try:
+        names = [folder.header(file) for file in files]
+    except CheckpointError:
+        return False
+    return bool(files) and not any(not each or any(part in name for name in each for part in _MAPS) for each in names)
