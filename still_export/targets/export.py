@@ -59,9 +59,9 @@ def export(
         write_portable(
             export_options,
             hub,
-            model,
             partial(target.layout_for, options=options),
             target.to,
+            files=model,
             check=lambda manifest: target.check_model(manifest, options),
             command=command,
             progress=progress,
@@ -99,7 +99,6 @@ def derive(
     write_portable(
         job.export_options,
         hub,
-        None,
         partial(target.layout_for, options=job.options),
         target.to,
         check=lambda manifest: target.check_model(manifest, job.options),

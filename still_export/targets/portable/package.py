@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 def write_portable(
     options: ExportOptions,
     folder: Path,
-    files: ModelFolder | None,
     layout: Callable[[str], Layout],
     to: str,
     *,
+    files: ModelFolder | None = None,
     check: Callable[[dict[str, Any]], None] = lambda manifest: None,
     command: str = "",
     progress: Progress = silent,
@@ -59,8 +59,8 @@ def write_portable(
 
     Args:
         folder: Folder of the package, which gets no runtime graph yet.
-        files: The model's files; None: they are opened.
         layout: Form of low-bit weights, by activation type.
+        files: The model's files; None: they are opened.
         check: Raises, before tracing, if the target does not support a model with this manifest.
         command: The command line, recorded in the manifest.
         dump: Called with the graph after each pass.

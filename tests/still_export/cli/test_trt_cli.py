@@ -64,7 +64,7 @@ def test_a_package_without_plugin_library_says_so(
     """Its engine cannot be built or run without one, which would come out on the GPU's machine only."""
     package = trt_package(tmp_path / "trt", monkeypatch)
     monkeypatch.setattr("still_export.targets.export.export", lambda *_, **__: package)
-    monkeypatch.setattr("still_export.proof.overflow.overflow_of", lambda _: None)
+    monkeypatch.setattr("still_export.proof.overflow.overflow_of", lambda *_: None)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
@@ -123,7 +123,7 @@ def test_a_manifest_repeats_its_target_and_options(tmp_path: Path, monkeypatch: 
         return package
 
     monkeypatch.setattr("still_export.targets.export.export", export)
-    monkeypatch.setattr("still_export.proof.overflow.overflow_of", lambda _: None)
+    monkeypatch.setattr("still_export.proof.overflow.overflow_of", lambda *_: None)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     assert run("export", "--config", path, "-o", tmp_path / "again", "--batch", 5, "--quiet") == 0
     options, trt = seen

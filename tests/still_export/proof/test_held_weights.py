@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 
-from still_export.errors import ModelNotFoundError
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
 from still_export.package.folder import Package, open_package
@@ -152,9 +151,7 @@ def test_steps_that_are_too_small_for_float16_pass(scheme: str, size: float, lon
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_gguf_codes_are_taken_over_exactly(
-    quantize: str | None, exports_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: None, tmp_path: Path) -> None:
     """Blocks of a GGUF file: one code that is off by a step, half a step being allowed to rounding alone, is seen."""
     gguf = pytest.importorskip("gguf")
     from gguf.quants import quantize as rounded
@@ -164,10 +161,6 @@ def test_gguf_codes_are_taken_over_exactly(
     def coded(name: str, value: torch.Tensor) -> Any:
         return (rounded(value.numpy(), kind), kind) if name.startswith("blk.") and value.dim() == 2 else None
 
-    def no_tokenizer(*_: Any) -> None:
-        raise ModelNotFoundError("none")
-
-    monkeypatch.setattr("still_export.models.load.load_tokenizer", no_tokenizer)
     write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES), coded)
     options = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize=quantize)
     package = export(options, tmp_path / "package", options=OrtOptions(native=False))
