@@ -104,7 +104,8 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
     rm -rf "$root/opt/site" "$root/opt/trial"
     "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_28 --python-version "$minor" --target "$root/opt/site" \
         --find-links "$out" --only-binary :all: "still-export[cpu,kernels]==$version"
-    "$tools/cyclonedx-py" environment --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" "$trial/venv/bin/python"
+    "$tools/uv" pip freeze --path "$root/opt/site" \
+        | "$tools/cyclonedx-py" requirements --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" -
     mkdir -p "$root/opt/trial"
     cp -r assets/small tools/release_trial.py "$root/opt/trial"
     # ONNX Runtime opens weights by /proc.

@@ -93,6 +93,7 @@ NOT_COVERED = {
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
+    "lfm3": "transformers has it from 5.23 on: pip install 'transformers>=5.23'",
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
     **dict.fromkeys(("rwkv079qwen3", "rwkv07aqwen3", "rwkv_hybrid"), _HXA),
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
@@ -102,7 +103,7 @@ NOT_COVERED = {
     ),
 }
 """Linear families that are refused, with the reason."""
-NEWER = ("lara_mini",)
+NEWER = ("lfm3", "lara_mini")
 """Of these, families that are supported if transformers is new enough to have their classes."""
 _SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
 """Fields that both files repeat."""

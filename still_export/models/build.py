@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
@@ -20,7 +21,7 @@ from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families.experts import stacked_experts
 from still_export.models.families.fused import split_linear_layers
-from still_export.models.families.linear_families import LINEAR_FAMILIES
+from still_export.models.families.linear_families import LINEAR_FAMILIES, LINEAR_NEEDS
 from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
@@ -59,12 +60,18 @@ def family_of(model_type: str) -> Family:
     """The family of transformers' `model_type`, plain or "still_...".
 
     Raises:
-        UnsupportedModelError: Unknown, with the known ones.
+        UnsupportedModelError: Unknown, with the known ones; or the installed transformers computes it in another way.
     """
     name = model_type.removeprefix("still_")
     family = FAMILIES.get(name) or LINEAR_FAMILIES.get(name)
     if family is None:
         raise not_covered(model_type, FAMILIES, LINEAR_FAMILIES)
+    if family.linear and tuple(map(int, transformers.__version__.split(".")[:2])) < LINEAR_NEEDS:
+        least = ".".join(map(str, LINEAR_NEEDS))
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} in config.json has linear layers, which need transformers {least}; {transformers.__version__} is "
+            f"installed. Type: pip install -U 'transformers>={least}'"
+        )
     return family
 
 

@@ -40,6 +40,24 @@ def test_both_distributions_have_one_version() -> None:
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """uv from the index: it resolves from metadata, where pip downloads vLLM's 336 MB."""
+    folder = tmp_path_factory.mktemp("uv")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(folder), "uv"], check=True)
+    return folder / "bin" / "uv"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("python", ["3.11", "3.14"])
+@pytest.mark.parametrize("extra", sorted({*PROJECT["optional-dependencies"]} - {"kernels"}))
+def test_an_extra_can_be_installed_beside_the_rest(extra: str, python: str, uv: Path, tmp_path: Path) -> None:
+    """What `pip install still-export[EXTRA]` takes from the index exists. kernels is published with this version."""
+    command = [str(uv), "pip", "compile", "-q", "pyproject.toml", "--extra", extra, "--python-version", python]
+    done = subprocess.run([*command, "-o", str(tmp_path / "found.txt")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("found, fits", [("2_28", True), ("2_17", True), ("2_34", False), (None, False)])
 def test_a_wheel_for_older_systems_than_it_says_is_refused(found: str | None, fits: bool, tmp_path: Path) -> None:
     report = tmp_path / "report"

@@ -1,4 +1,4 @@
-"""Lara-Mini (in transformers 5.24): gated delta rule, softmax in a window, softmax of all tokens without positions, experts.
+"""Lara-Mini (since transformers 5.24): gated delta rule, softmax in a window, softmax of all tokens without positions, experts.
 
 Published folders have one fused input projection for the delta rule.
 """
@@ -6,15 +6,14 @@ Published folders have one fused input projection for the delta rule.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from still_export.errors import CheckpointError
 from still_export.mixers.layers import FULL, WINDOWED
 from still_export.models.families.fused import rows_of
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Family, Published, make_family
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, newer_families
+from still_export.models.families.softmax_families import Published
 from still_export.models.families.support import SLIDING
 from still_export.models.read.weights import Deferred, Weight
 
@@ -58,27 +57,15 @@ def tensors(found: dict[str, Weight]) -> dict[str, Weight]:
     return result
 
 
-def _families() -> tuple[Family, ...]:
-    try:
-        from transformers import LaraMiniConfig, LaraMiniForCausalLM  # type: ignore[attr-defined]
-    except ImportError:
-        return ()
-    places: dict[str, Any] = {
-        "linear_attention": Place("gated_delta_net", ("linear_attn",)),
-        "full_attention": Place(FULL, ("self_attn",)),
-        SLIDING: Place(WINDOWED, ("self_attn",)),
-    }
-    return (
-        make_family(
-            __name__,
-            LaraMiniConfig,
-            LaraMiniForCausalLM,
-            (LinearConfigMixin, LaraModelMixin),
-            linear=True,
-            published=Published(names=((".linear_attn.out_norm.", ".linear_attn.norm."),), tensors=tensors),
-            places=places,
-        ),
-    )
-
-
-FAMILIES = _families()
+PLACES = {
+    "linear_attention": Place("gated_delta_net", ("linear_attn",)),
+    "full_attention": Place(FULL, ("self_attn",)),
+    SLIDING: Place(WINDOWED, ("self_attn",)),
+}
+FAMILIES = newer_families(
+    __name__,
+    "LaraMini",
+    PLACES,
+    (LinearConfigMixin, LaraModelMixin),
+    published=Published(names=((".linear_attn.out_norm.", ".linear_attn.norm."),), tensors=tensors),
+)

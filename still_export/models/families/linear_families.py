@@ -31,6 +31,8 @@ FILES = (
     *(gated_delta, mamba2_hybrids, kimi, lfm, mamba, minimax, fla_families, transnormer, minicpm_sala),
     *(rwkv6, rwkv7, radlads, mamba_in_llama, zebra_llama, hypenet, mamba3, lara),
 )
+LINEAR_NEEDS = (5, 23)
+"""The oldest transformers that these families are compared with. 5.20, which vLLM 0.33 asks for, computes Mamba-2 in another way."""
 LINEAR_FAMILIES: Registry[Family] = Registry(
     (family for file in FILES for family in file.FAMILIES),  # type: ignore[attr-defined]
     "family",

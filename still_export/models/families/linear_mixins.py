@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import transformers
+
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.cache import hear_cache
 from still_export.mixers.cache_layer import CACHE
@@ -101,6 +103,21 @@ def linear_family(
 ) -> Family:
     """`make_family` for a class of transformers, with the places of its mixers."""
     return make_family(module, config, model, mixins, linear=True, places=places, **more)
+
+
+def newer_families(
+    module: str,
+    classes: str,
+    places: Mapping[str, Place],
+    mixins: tuple[type, type] = (LinearConfigMixin, LinearModelMixin),
+    **more: Any,
+) -> tuple[Family, ...]:
+    """`linear_family` for classes that the oldest transformers allowed lacks; empty where they are missing."""
+    try:
+        config, model = (getattr(transformers, classes + kind) for kind in ("Config", "ForCausalLM"))
+    except AttributeError:
+        return ()
+    return (linear_family(module, config, model, places, mixins, **more),)
 
 
 def stack_family(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.folders.families import NOT_COVERED
+from still_export.folders.families import NEWER, NOT_COVERED
 from still_export.folders.model import check_model
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
@@ -78,7 +78,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted({*NOT_COVERED} - {"lara_mini"}))
+@pytest.mark.parametrize("name", sorted({*NOT_COVERED} - {*NEWER}))
 def test_families_are_refused_by_name(name: str, tmp_path: Path) -> None:
     """By the class and, before transformers is asked, by the folder."""
     said = re.escape(f"model_type='{name}' in config.json is not covered: {NOT_COVERED[name]}")
@@ -87,7 +87,14 @@ def test_families_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(UnsupportedModelError, match=said):
         check_model(tmp_path)
-    assert set(NOT_COVERED) & set(LINEAR_FAMILIES) <= {"lara_mini"}  # by the version of transformers
+    assert set(NOT_COVERED) & set(LINEAR_FAMILIES) <= set(NEWER)  # by the version of transformers
+
+
+def test_an_older_transformers_runs_softmax_families_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("still_export.models.build.transformers.__version__", "5.20.2")
+    assert family_of("llama").name == "llama"
+    with pytest.raises(UnsupportedModelError, match=r"'mamba2' .* need transformers 5\.23; 5\.20\.2 is"):
+        family_of("mamba2")
 
 
 def test_softmax_families_have_no_layers_of_linear_ones() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -162,3 +163,16 @@ def test_an_older_chat_format_is_left_out(caplog: pytest.LogCaptureFixture) -> N
     content = edited(chat=dict.fromkeys(texts, "x"))
     assert checked.parse_manifest(content, "manifest.json")["chat"] is None
     assert "no chats" in caplog.text and BASE["command"] in caplog.text
+
+
+OLD = Path(__file__).with_name("manifest") / "old"
+"""Manifests of packages as commits of their days exported them: FORMAT.json, or FORMAT-DAY.json."""
+
+
+@pytest.mark.parametrize("path", sorted(OLD.iterdir()), ids=lambda path: path.stem)
+def test_what_was_exported_is_read_or_the_command_is_named(path: Path) -> None:
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    if manifest["format_version"] == checked.FORMAT_VERSION:
+        assert parsed(path.read_bytes()) is None
+    else:
+        assert manifest["command"] in str(parsed(path.read_bytes()))
