@@ -1,4 +1,4 @@
-"""LFM2 and LFM3: a short convolution in most layers, softmax in the others; LFM3 (since transformers 5.23) also has softmax with a window."""
+"""LFM2, LFM3 (since transformers 5.23): a short convolution in most layers, softmax in the others; LFM3 also has softmax with a window."""
 
 from __future__ import annotations
 
