@@ -62,7 +62,8 @@ def export(
 def lower(
     package: str | Path, to: str, output: str | Path, *, dtype: str | None = None, force: bool = False, **options: Any
 ) -> Package:
-    """Lower a portable package to another target; bits and capacity stay as exported.
+    """Lower a portable package to another target; bits and capacity stay as exported. Low-bit weights in a form or type that the target
+    lacks are quantized again from the model that the package names.
 
     Args:
         to: Target named as in `--to`, or a record's name, such as trt8.
@@ -74,12 +75,11 @@ def lower(
         ConfigError: An option is unknown, or not one of the target.
         StillExportError: The package is not portable, the target does not support it, or a tool is missing.
     """
-    from still_export.targets import lower as targets_lower
+    from still_export.targets.export import lower_or_export
     from still_export.targets.registry import targets_of
 
-    chosen = targets_of(to)[0]
-    _demand_known(options, chosen.flags)
-    return targets_lower.lower(package, to, output, options=chosen.options(**options), dtype=dtype, force=force)
+    _demand_known(options, targets_of(to)[0].flags)
+    return lower_or_export(package, to, output, options, dtype=dtype, force=force)
 
 
 def verify(package: str | Path, *, output: Path | None = None, **options: Any) -> VerifyResult:

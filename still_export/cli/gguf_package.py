@@ -9,6 +9,7 @@ from pathlib import Path
 
 from still_export.cli.output import Output, command_line
 from still_export.folders.sources import demand_package, gguf_architecture
+from still_export.package.files import is_gguf
 
 
 def package_of(path: Path, out: Output) -> Path:
@@ -18,7 +19,7 @@ def package_of(path: Path, out: Output) -> Path:
     Raises:
         StillExportError: The file cannot be exported.
     """
-    if path.suffix != ".gguf" or not path.is_file():
+    if not is_gguf(path):
         return path
     demand_package(path, "run")
     from still_export.gguf.architectures import find_architecture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -90,14 +91,14 @@ def inspect(
 def _next(found: Found) -> str:
     """The command that a model's files are for."""
     shown = shlex.quote(str(found.path))
-    made = shlex.quote(f"{found.path.resolve().name.removesuffix('.gguf')}-package")
+    name = os.path.basename(os.path.abspath(found.path)).removesuffix(".gguf")
+    made = shlex.quote(f"{name}-package")
     if found.kind == "adapter":
         return f"still-export {shlex.quote(found.base or 'BASE')} --overlay {shown} --to onnx -o {made}"
     try:
         demand_model(str(found.path), "export")
     except NotLinearizedError:
-        linear = shlex.quote(f"{found.path.resolve().name.removesuffix('.gguf')}-linear")
-        return f"still-export linearize {shown} -o {linear}"
+        return f"still-export linearize {shown} -o {shlex.quote(f'{name}-linear')}"
     return f"still-export {shown} --to onnx -o {made}"
 
 

@@ -39,32 +39,18 @@ def lower(
 ) -> None:
     """Lower a portable package to a target without the model. Bits and capacity stay as exported.
 
-    Low-bit weights in a form that the target lacks are quantized again from the model that the package names.
+    Low-bit weights in a form or type that the target lacks are quantized again from the model that the package names.
     """
     demand_package(package, "lower")
     demand_free(output, force)
-    from still_export.package.folder import open_package
-    from still_export.targets import lower as lowering
-    from still_export.targets.export import export, plan_job
-    from still_export.targets.registry import names, target_of, targets_of
+    from still_export.targets.export import lower_or_export
+    from still_export.targets.registry import names, targets_of
 
     to = flags.pop("to", names()[0])
-    target = targets_of(to)[0]
-    lowering.refuse_flags_of_others(target, flags)
-    out, options = Output(as_json, quiet), target.options(**flags)
-    manifest = open_package(package, check_hashes=False).manifest
-    model = str(manifest["config"].get("model", ""))
-    common: dict[str, Any] = dict(force=force, command=command_line(), dump_dir=dump_dir)
-    if not target_of(to, options).has_form(manifest) and Path(model).exists():
-        out.log(
-            f"{to} needs another form of low-bit weights than {package} has: they are quantized again, from {model}"
-        )
-        job = plan_job(to, {**flags, **({"dtype": dtype} if dtype else {})}, manifest)
-        with out.steps() as progress:
-            made = export(job.export_options, output, to=job.to, options=job.options, progress=progress, **common)
-    else:
-        with out.steps() as progress:
-            made = lowering.lower(package, to, output, options=options, dtype=dtype, progress=progress, **common)
+    target, out = targets_of(to)[0], Output(as_json, quiet)
+    common: dict[str, Any] = dict(dtype=dtype, force=force, command=command_line(), dump_dir=dump_dir)
+    with out.steps() as progress:
+        made = lower_or_export(package, to, output, flags, progress=progress, **common)
     ready = next_commands(output, target.to, ready=not target.built)
     size = sum(entry["size_bytes"] for entry in made.manifest["files"].values())
     content = {"package": str(output), "target": made.manifest["target"]}

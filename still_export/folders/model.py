@@ -23,6 +23,7 @@ from still_export.folders.files import Config, Files
 from still_export.folders.tokenizer import read_folder_tokenizer
 from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
 from still_export.gguf.tokenizer import read_tokenizer
+from still_export.package.files import is_gguf
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -226,8 +227,8 @@ def check_overlay(source: str | Path | ModelFolder) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ModelNotFoundError unless the file is named as a GGUF file."""
-    if path.suffix != ".gguf":
+    """Raise ModelNotFoundError unless the file is one of GGUF."""
+    if not is_gguf(path):
         raise ModelNotFoundError(f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file.")
 
 

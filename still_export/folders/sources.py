@@ -22,7 +22,7 @@ from still_export.errors import (
 from still_export.folders.adapter_config import ADAPTER_CONFIG
 from still_export.folders.families import COMPANION_FILES, GGUF_SOFTMAX, SOFTMAX
 from still_export.folders.model import ModelFolder, local
-from still_export.package.files import MANIFEST
+from still_export.package.files import MANIFEST, is_gguf
 
 _MOST_GGUF_HEADER = 16 << 20
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
@@ -62,7 +62,7 @@ def look(source: str | Path) -> Found:
         return Found(Path(source), "hub")
     folder = ModelFolder(path, source)
     if path.is_file():
-        if path.suffix != ".gguf":
+        if not is_gguf(path):
             return Found(path, "none", folder=folder)
         architecture = gguf_architecture(path)
         return Found(path, "model", GGUF_SOFTMAX.get(architecture, architecture), folder=folder)

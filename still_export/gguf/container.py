@@ -15,7 +15,7 @@ import numpy as np
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.package.files import begins_another
 
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -137,7 +137,7 @@ def _parts(path: Path) -> list[Path]:
     if match is None:
         return [path]
     count = int(match[3])
-    return [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    return [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}{match[4]}") for number in range(1, count + 1)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -67,6 +68,15 @@ def begins_another(head: bytes) -> str:
     """As `stand_in`, for a file that begins with `head`."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     return next((what for begin, what in _STAND_INS if re.match(begin, text, re.IGNORECASE)), "")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one of GGUF, by the end of its name or its first bytes: blobs of Ollama have no such name."""
+    if not path.is_file() or path.suffix.lower() == ".gguf":
+        return path.is_file()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
 
 
 def recorded_text(manifest: dict[str, Any], field: str) -> str:

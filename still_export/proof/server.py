@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from still_export.package.files import is_gguf
 from still_export.proof.server_client import Answer
 
 ANSWER_TOKENS = 24
@@ -342,7 +343,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     from still_export.models.load import load_model, load_tokenizer, source_dtype
 
     path, notes, own_reader = Path(file), [], False
-    where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    where: dict[str, Any] = {"gguf_file": path.name} if is_gguf(path) else {}
     source = str(path.parent) if where else str(file)
     try:
         own_code: dict[str, Any] = {"trust_remote_code": False}  # without asking the user

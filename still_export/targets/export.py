@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ from still_export.folders.model import ModelFolder
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.mixers.choices import StillChoices
 from still_export.options import names_of
-from still_export.package.files import MANIFEST
+from still_export.package.files import MANIFEST, is_gguf
 from still_export.package.folder import Package, open_package, staged_folder
-from still_export.targets.lower import PORTABLE_FOLDER, demand, dumper, lower_into, refuse_flags_of_others
+from still_export.targets.lower import PORTABLE_FOLDER, demand, dumper, lower, lower_into, refuse_flags_of_others
 from still_export.targets.portable.narrow import narrow_package
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of, targets_of
@@ -70,6 +71,41 @@ def export(
         lower_into(hub, folder, target, options, progress, os.replace, dump)
         shutil.rmtree(hub)
     return open_package(Path(output), check_hashes=False)
+
+
+def lower_or_export(
+    package: str | Path,
+    to: str,
+    output: str | Path,
+    flags: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    progress: Progress = silent,
+    **common: Any,
+) -> Package:
+    """Lower a portable package; if the target lacks the form or type of its low-bit weights, quantize the package's model again.
+
+    Args:
+        flags: The target's, by field of its options.
+        dtype, common: See `lower`.
+
+    Raises:
+        StillExportError: See `lower` and `export`.
+    """
+    refuse_flags_of_others(targets_of(to)[0], dict(flags))
+    options = targets_of(to)[0].options(**flags)
+    manifest = open_package(Path(package), check_hashes=False).manifest
+    target, model = target_of(to, options), str(manifest["config"].get("model", ""))
+    wanted = dtype or manifest["model"]["dtype"]
+    fits = target.has_form(manifest) and wanted in target.dtypes
+    if fits or manifest.get("quantization") is None or not Path(model).exists():
+        return lower(package, to, output, options=options, dtype=dtype, progress=progress, **common)
+    logging.getLogger(__name__).warning(
+        "%s lacks the form or type of the low-bit weights of %s: they are quantized again, from %s", to, package, model
+    )
+    kept = wanted if dtype or wanted in target.dtypes else target.dtypes[0]
+    job = plan_job(to, {**flags, "dtype": kept}, manifest)
+    return export(job.export_options, output, to=job.to, options=job.options, progress=progress, **common)
 
 
 def derive(
@@ -182,7 +218,7 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
 def _own_bits(model: str) -> str | None:
     """The policy that keeps the blocks of a GGUF file; None: it is none, or most of its numbers are floats here."""
     path = Path(model)
-    if path.suffix != ".gguf" or not path.is_file():
+    if not is_gguf(path):
         return None
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf

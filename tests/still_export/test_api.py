@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import still_export
 from still_export.cli.chat import interruptible, statistics, talk
 from still_export.cli.output import Output
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, StillExportError
 from still_export.package.chat_format import ChatFormat
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError, Sampling
@@ -418,6 +418,20 @@ def test_verbs_are_functions_of_their_flags(tmp_path: Path) -> None:
     assert lowered.manifest["target"] == "web"
     (measured,) = still_export.bench(package.path, lengths=(40,), steps=2)
     assert measured.length == 40
+
+
+@pytest.mark.slow
+def test_low_bit_weights_that_a_target_lacks_are_quantized_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """web computes in float32, and its linear layers are the runtime's."""
+    half = still_export.export(SMALL, tmp_path / "half", dtype="float16", quantize="int4", capacity_tokens=300)
+    lowered = still_export.lower(half.path, "web", tmp_path / "web").manifest
+    assert (lowered["target"], lowered["model"]["dtype"]) == ("web", "float32") and str(SMALL) in caplog.text
+    assert lowered["quantization"]["roles"].keys() == half.manifest["quantization"]["roles"].keys()
+    assert lowered["capacity"]["capacity_tokens"] == 300
+    with pytest.raises(StillExportError):
+        still_export.lower(half.path, "web", tmp_path / "other", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,11 @@ GGUF_FILES = {
     "late.gguf": (b"qwen3moe", MANY_KEYS),
     "linear.gguf": (b"lfm2", MANY_KEYS),
     "unknown.gguf": (b"bert", ()),
+    "LOUD.GGUF": (b"qwen3", ()),
+    "sha256-f535f83ec568": (b"gemma3", MANY_KEYS),  # a blob of Ollama's
 }
 """Architectures, and the keys before them."""
-GGUF_SOFTMAX_FILES = ("model.gguf", "late.gguf")
+GGUF_SOFTMAX_FILES = ("model.gguf", "late.gguf", "LOUD.GGUF", "sha256-f535f83ec568")
 
 
 @pytest.fixture(scope="module")
