@@ -166,7 +166,7 @@ def _job(manifest: dict[str, Any], options: ExportOptions) -> Job:
     from still_export.targets.export import Job, plan_job
     from still_export.targets.registry import targets_of
 
-    job = plan_job(None, {}, manifest)
+    job = plan_job(None, {"dtype": manifest["model"]["dtype"]}, manifest)
     target_options = job.options
     native = getattr(target_options, "native", False)
     if native is not False and not manifest.get("native") and not target_options.archs:

@@ -120,7 +120,8 @@ class Inputs:
         text.write_text(" ".join(f"The {n}th boat left the harbour with {n * 7} barrels of oil." for n in range(3000)))
         self._make_base()
         self._must(["export", str(self.model), "--to", "onnx", "-o", str(self.package), "-q"])
-        steps = ["--transfer-steps", "2", "--finetune-steps", "2", "--sequence-length", "160", "--batch-size", "1"]
+        steps = ["--recipe", "paper", "--transfer-steps", "2", "--finetune-steps", "2", "--sequence-length", "160"]
+        steps += ["--batch-size", "1", "--everyday-questions", "2"]
         self._must(["linearize", str(self.base), "--text", str(text), "-o", str(self.linearized), "-q", *steps])
         (folder / "made").touch()
 

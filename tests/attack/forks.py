@@ -94,6 +94,8 @@ def preload() -> None:
     import still_export
 
     for module in pkgutil.walk_packages(still_export.__path__, "still_export."):
+        if module.name.endswith(".preload"):  # closes the output of the process that imports it
+            continue
         with contextlib.suppress(Exception):
             importlib.import_module(module.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_an_interrupt_while_it_measures_says_how_to_go_on(
     """Where a run was begun; before, nothing is there to go on from."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "base/model.safetensors").touch()
+    (tmp_path / "base/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "corpus.txt").write_text("words")
     words = ["linearize", str(tmp_path / "base"), "--text", str(tmp_path / "corpus.txt"), "-o", str(tmp_path / "made")]
     monkeypatch.setattr("sys.argv", ["still-export", *words, "--force"])

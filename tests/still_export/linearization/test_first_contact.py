@@ -75,7 +75,7 @@ def test_a_base_is_all_it_takes(base: Path, tmp_path: Path, capsys: pytest.Captu
         main(["linearize", str(base), "-o", str(tmp_path / "STILL"), *steps])
     said = capsys.readouterr()
     assert "Python's documentation" in said.err
-    assert "2 steps of 192 tokens; expected: bits per byte +" in said.err and "cost: 2 steps of" in said.err
+    assert " steps of 192 tokens; expected: bits per byte +" in said.err
     assert "of 2 layers softmax" in said.out and "Promised loss 2%, found 95%, everyday 98%, time 15: " in said.out
     assert "found NOT MEASURED" in said.out  # the base knows no answer
     assert (tmp_path / "STILL" / "model.safetensors").is_file()
