@@ -100,8 +100,9 @@ def test_features_and_logits_are_those_of_transformers(prompt: Prompt) -> None:
 
 def test_verify_covers_both_graphs(prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", prompt.package, "--lengths", "1", "--decode-steps", "1", "--quiet") == 0
-    said = capsys.readouterr().out
-    assert "prompt with images" in said and "features of images as transformers has them" in said
+    found = json.loads((prompt.package / "verify/report.json").read_text())
+    assert any("images" in output["case"] for output in found["outputs"])
+    assert any("features of images" in check["name"] and check["passed"] for check in found["checks"])
 
 
 def test_another_merger_is_told(prompt: Prompt, tmp_path: Path) -> None:
