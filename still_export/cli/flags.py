@@ -117,7 +117,12 @@ def _flag(record: type, entry: Field[Any], **changes: Any) -> inspect.Parameter:
             more |= {"parser": lambda text: _parts(flag, text, item), "metavar": "A,B,..."}
     shown = metadata.get("shown", _shown(entry)) or False
     option = typer.Option(
-        flag, help=metadata["help"], show_default=shown, rich_help_panel=metadata.get("panel"), **more
+        flag,
+        *metadata.get("also", ()),
+        help=metadata["help"],
+        show_default=shown,
+        rich_help_panel=metadata.get("panel"),
+        **more,
     )
     return _keyword(entry.name, Annotated[kind | None, option])
 

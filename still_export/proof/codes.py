@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from still_export.package.calls import Arrays
-
-
-def has_narrow_caches(manifest: Mapping[str, Any]) -> bool:
-    """Whether keys and values have fewer bits than the activations (codes, or half precision in float32). Such packages use the bounds of
-    half precision."""
-    types = {state["dtype"] for state in manifest["states"]}
-    return "int32" in types or ("float16" in types and manifest["model"]["dtype"] == "float32")
 
 
 def scale_name(output: str) -> str:

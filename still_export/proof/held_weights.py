@@ -191,15 +191,6 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) ->
     return found
 
 
-def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
-    """Those of `stored_weights` whose method searches codes (gptq)."""
-    judge = _Judge(manifest)
-    if judge.method == DEFAULT_METHOD:
-        return {}
-    stored = stored_weights(path, manifest, weights)
-    return {name: entry for name, entry in stored.items() if judge.searched(name, entry, weights[name])}
-
-
 def _graph(path: Path) -> ir.Graph:
     """Weights and nodes of a graph, without value types and function bodies, which are most of it."""
     import onnx_ir as ir

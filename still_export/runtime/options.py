@@ -37,7 +37,9 @@ class LoadOptions(RunnerOptions):
 class AnswerOptions:
     """Options of `run`, besides those of Sampling."""
 
-    tokens: int | None = option(None, "Tokens to generate at most.", shown="128; of a talk's answer 512", least=1)
+    tokens: int | None = option(
+        None, "Tokens to generate at most.", shown="128; of a talk's answer 512", least=1, also=("--max-new-tokens",)
+    )
     stop: tuple[str, ...] = option((), "Text that ends an answer; repeatable.")
     json_schema: str | None = option(
         None, "The answer follows this JSON Schema: a file, or the schema itself. '{}' is any JSON object."

@@ -75,7 +75,9 @@ def run_program(
     )
     parser.add_argument("--system", help="system message of a chat")
     parser.add_argument("--load-state", type=Path, help="go on from a state that `still-export run --save-state` wrote")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate at most (default 128)")
+    parser.add_argument(
+        "--tokens", "--max-new-tokens", type=int, default=128, help="tokens to generate at most (default 128)"
+    )
     for entry in SETTINGS:
         name, kind, text = f"--{entry.name.replace('_', '-')}", type(entry.default), entry.metadata["help"]
         parser.add_argument(name, type=kind, default=entry.default, help=f"{text} (default: {entry.default})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,23 @@ from still_export.graph.options import ExportOptions
 from still_export.options import names_of
 from still_export.package.folder import Package, open_package
 from still_export.package.trust import trust_package
-from still_export.targets.export import export
 from still_export.targets.ort.library import cached_library, this_cpu
 from still_export.targets.ort.options import OrtOptions
 from tests.kept import kept
-from tests.still_export.packages import portable_package
-from tests.still_export.tiny import still_model
 
 Exporter = Callable[..., Package]
+
+
+def has_torch() -> bool:
+    """Whether a test of this run imports PyTorch, which takes seconds; fixtures do not import it for tests that do without."""
+    return "torch" in sys.modules
 
 
 @pytest.fixture(scope="session", autouse=True)
 def exports_once() -> None:
     """Models that differ in weights alone are traced once in all tests of a process."""
+    if not has_torch():
+        return
     from tests.still_export import quick_exports
 
     quick_exports.install()
@@ -35,7 +40,7 @@ def exports_once() -> None:
 def graph_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """verify leaves out what goes through further processes and graphs, which takes seconds a package: tests of these ask them directly,
     and those marked `whole` ask all."""
-    if request.node.get_closest_marker("whole") is None:
+    if has_torch() and request.node.get_closest_marker("whole") is None:
         from still_export.proof.verdict import Verdict
 
         monkeypatch.setattr("still_export.proof.package._other_files", lambda *_: Verdict())
@@ -55,6 +60,12 @@ def export_tiny() -> Exporter:
     """Export a tiny STILL model; equal arguments share one package. `options` of the export and of ONNX Runtime, `still` of the model."""
     import torch
 
+    from still_export.targets.export import export
+    from tests.still_export import quick_exports
+    from tests.still_export.packages import portable_package
+    from tests.still_export.tiny import still_model
+
+    quick_exports.install()
     opened: dict[str, Package] = {}
 
     def exported(

@@ -37,8 +37,9 @@ class _Unknown(Exception):
     """Something does not say what it is."""
 
 
+@functools.cache
 def install() -> None:
-    """From now on, in this process; `__wrapped__` of each function is torch's own."""
+    """From now on, in this process, once; `__wrapped__` of each function is torch's own."""
     from torch.onnx._internal.exporter import _registration
 
     trace, translate = torch.export.export, torch.onnx.export

@@ -116,7 +116,7 @@ def test_the_packages_program_answers_as_the_api(
     (tmp_path / "file").write_text("\ufeffWhere is the mill?", encoding="utf-8")
 
     def said(*words: str | Path, stdin: str = "", code: int = 0) -> str:
-        program = [sys.executable, str(package / "run_ort.py"), "--tokens", "9", *map(str, words)]
+        program = [sys.executable, str(package / "run_ort.py"), "--max-new-tokens", "9", *map(str, words)]
         done = subprocess.run(program, input=stdin, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
         return (done.stderr if code else done.stdout).removesuffix("\n")

@@ -59,7 +59,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert call(model, "--to", "onnx", "-o", package) == 0
     assert f"still-export run {package} --prompt-ids 1,2,3" in capsys.readouterr().out  # it has no tokenizer
 
-    assert call("run", package, "--prompt-ids", "5,6,7", "--tokens", "4", "--json") == 0
+    assert call("run", package, "--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
 
     ci = tmp_path / "ci" / "junit.xml"
