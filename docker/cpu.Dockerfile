@@ -1,4 +1,4 @@
-# still-export for ONNX Runtime on the CPU: export, run, verify, linearize small models. Build it from the repository's root:
+# still-export for ONNX Runtime on the CPU: export, run, serve, verify, linearize small models. Build it from the repository's root:
 #   docker build -f docker/cpu.Dockerfile -t still-export .
 #   docker run --rm -v "$PWD:/data" still-export run DIR --prompt "Once upon a time"
 FROM python:3.11-slim-bookworm
@@ -11,7 +11,7 @@ WORKDIR /src
 COPY . .
 # The CPU's torch first: it is a tenth of the one with CUDA.
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir -c constraints.txt ".[onnx,gguf,train,report]"
+    && pip install --no-cache-dir -c constraints.txt ".[cpu,train]"
 WORKDIR /data
 USER 1000
 ENTRYPOINT ["still-export"]

@@ -11,7 +11,7 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY . .
 # onnxruntime and onnxruntime-gpu hold the same files: the second goes in alone, in the place of the first.
-RUN pip install --no-cache-dir ".[onnx,gguf,train,report,gpu,trt]" \
+RUN pip install --no-cache-dir ".[cpu,train,gpu,trt]" \
     && pip uninstall -y onnxruntime \
     && pip install --no-cache-dir onnxruntime-gpu
 WORKDIR /data

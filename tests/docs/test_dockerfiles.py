@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.pages import ROOT
 
@@ -18,10 +19,29 @@ def steps(path: Path) -> str:
     return "\n".join(lines).replace("\\\n", " ")
 
 
+def extras_of(path: Path) -> set[str]:
+    (extras,) = re.findall(r'"\.\[([\w,-]+)\]"', steps(path))
+    return set(extras.split(","))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_extras_exist(path: Path) -> None:
-    (extras,) = re.findall(r'"\.\[([\w,-]+)\]"', steps(path))
-    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    assert extras_of(path) <= set(PROJECT["optional-dependencies"])
+
+
+def test_what_compose_runs_is_installed() -> None:
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))
+    for service in compose["services"].values():
+        installed = extras_of(ROOT / service["build"]["dockerfile"])
+        while wider := {e for name in installed for e in extras_in(PROJECT["optional-dependencies"][name])} - installed:
+            installed |= wider
+        verb = service["command"][0]
+        assert verb not in PROJECT["optional-dependencies"] or verb in installed
+
+
+def extras_in(requirements: list[str]) -> set[str]:
+    """Extras of this project among requirements."""
+    return {e for line in requirements for e in re.sub(r"^still-export\[(.*)\]$|.*", r"\1", line).split(",") if e}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
