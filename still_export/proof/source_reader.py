@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.cache import state_table
+from still_export.mixers.experts.module import Router
 from still_export.mixers.layers import FULL, HYBRID, WINDOWED
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.read.weights import Deferred, value_of
@@ -38,6 +40,8 @@ PROMPTS = (1, 7, 48)
 OFF = 1e-3
 """Allowed difference of two float32 runs of a model, relative to the largest logit. Other orders of sums gave up to 3e-5 in models of 40
 layers."""
+APART = 0.02
+"""Least standard deviation of what moves equal rows apart: that of new weights."""
 SUMMED = 2.0**-16
 """Allowed difference of a merged adapter, relative to the row's largest number: its product is summed in another order."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks|blk)\.(\d+)\.")
@@ -59,6 +63,8 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
         verdict.not_asked += reading.why
         verdict.add(_check_tensors(source, reading, _fresh(source) if options.attach_untrained else frozenset()))
         prompts = _prompts(source, options)
+        if reading.logits is not None:
+            source = _with_routers_apart(source, reading, verdict)
         if reading.logits is not None and not prompts:
             verdict.not_asked.append(
                 "logits by another program: it has softmax where this model has layers that are linear"
@@ -69,6 +75,24 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
     if right:
         verdict.checks.append(_check_logits(source, by, prompts, right))
     return verdict
+
+
+def _with_routers_apart(source: Source, reading: Reading, verdict: Verdict) -> Source:
+    """`source` with equal rows of routers moved apart, here and in the other program's model: which of equally good experts either takes is
+    defined nowhere, and another one is no fault of reading."""
+    moved: dict[str, Tensor] = {}
+    for name in [f"{name}.weight" for name, module in source.outline().named_modules() if isinstance(module, Router)]:
+        rows, other = value_of(source.weights[name]).float(), _counterpart(name, reading.tensors)
+        if other is None or reading.read or len(rows.unique(dim=0)) == len(rows):
+            continue
+        noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(len(moved)))
+        moved[name] = rows + noise * max(float(rows.std()), APART)
+        reading.tensors[other].copy_(moved[name])
+    if moved:
+        verdict.not_asked.append(
+            f"which expert of equal rows of {next(iter(moved))} is taken: {len(moved)} routers were moved for logits by another program"
+        )
+    return replace(source, weights={**source.weights, **moved}) if moved else source
 
 
 def _check_logits(source: Source, by: str, prompts: Sequence[Tensor], right: Sequence[Tensor]) -> Check:

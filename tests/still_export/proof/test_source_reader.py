@@ -19,6 +19,7 @@ from still_export.models.read.weights import value_of
 from still_export.proof import other_readers, reading
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
+from tests.still_export.expert_models import expert_model
 from tests.still_export.files import edit_json
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.gguf_files import write_gguf
@@ -85,6 +86,32 @@ def test_linear_families_are_read_alike(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path)
     verdict = asked(tmp_path, attach=False)
     assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "lfm2_moe"])
+@pytest.mark.parametrize("zero", [True, False])
+def test_experts_with_equal_router_rows_are_read_alike(
+    name: str, zero: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing defines which of them is taken; a fault of reading is still seen."""
+    model = expert_model(name)
+    with torch.no_grad():
+        for _, router in [(n, w) for n, w in model.named_parameters() if n.endswith(".gate.weight")]:
+            router.mul_(0) if zero else router[3:].copy_(router[1].expand_as(router[3:]))
+    model.save_pretrained(tmp_path)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 2, verdict
+    assert any("equal rows" in line for line in verdict.not_asked), verdict
+    monkeypatch.setattr("still_export.proof.source_reader._check_tensors", lambda *_: Verdict())
+    real = other_readers.other_reading
+
+    def shifted(*given: Any) -> Any:
+        found = real(*given)
+        next(w for n, w in found.tensors.items() if n.endswith("lm_head.weight"))[0].add_(1)
+        return found
+
+    monkeypatch.setattr("still_export.proof.source_reader.other_reading", shifted)
+    assert "logits differ" in wrong(asked(tmp_path, attach=False))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
