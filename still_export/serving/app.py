@@ -31,19 +31,10 @@ from still_export.package.files import check_hash
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
+from still_export.serving.replies import Answered, Reply, line
 from still_export.serving.requests import Event, QueueFullError, Request, StoppingError
 from still_export.serving.responses import ResponseReply, as_chat
-from still_export.serving.wire import (
-    Answered,
-    ApiError,
-    Chat,
-    Completion,
-    ParsedRequest,
-    Reply,
-    line,
-    to_submit,
-    understood,
-)
+from still_export.serving.wire import ApiError, Chat, Completion, ParsedRequest, to_submit, understood
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0

@@ -7,7 +7,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from still_export.serving.wire import to_the_end
+from still_export.serving.replies import to_the_end
 
 
 class StillIngress(OpenAiIngress):

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from still_export.serving.replies import Answered, Reply
 from still_export.serving.requests import Event
-from still_export.serving.wire import Answered, ApiError, ParsedRequest, Reply
+from still_export.serving.wire import ApiError, ParsedRequest
 
 PASSED = (
     "model",

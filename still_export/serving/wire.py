@@ -1,12 +1,9 @@
-"""OpenAI's requests and answers: accepted fields, refusals, and the JSON of answers."""
+"""OpenAI's requests: accepted fields, refusals, and what is submitted for them."""
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
-import traceback
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,11 +12,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, FailFast, Field, Valid
 from still_export.package.chat_format import REASONING
 from still_export.runtime.grammar import LarkGrammar, answer_lark
 from still_export.runtime.reasoning import Reasoning
-from still_export.runtime.sampling import SETTINGS, RunError, Sampling, TokenLogprobs
+from still_export.runtime.sampling import SETTINGS, RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import NO_MARKS, Text
 from still_export.runtime.tool_calls import ToolCalls
-from still_export.serving.requests import Event
 
 MOST_STOPS = 16
 """Most stop texts of a request."""
@@ -125,11 +121,11 @@ class Generation(_Strict):
     repetition_penalty: float | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     response_format: dict[str, Any] | None = None
-    stop: str | Listed[str] | None = None
+    stop: str | Annotated[Listed[str], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
@@ -142,7 +138,7 @@ class Completion(Generation):
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     echo: bool | None = None
-    logprobs: int | bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | bool | None = None
 
 
 class Message(_Strict):
@@ -236,10 +232,11 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         if not found[0]["loc"]:
             raise ApiError(400, f"the name of a field is not text: {found[0]['msg']}.", None, "invalid_value") from None
-        # Each form of a union reports an error; the field is common to all.
-        name = str(found[0]["loc"][0])
-        where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
-        raise ApiError(400, f"{where}: {found[0]['msg']}.", name, "invalid_value") from None
+        # Each form of a union reports an error; the field is common to all, and a value of the right type says most.
+        said = next((each for each in found if not each["type"].endswith("_type")), found[0])
+        name = str(said["loc"][0])
+        where = ".".join(str(part) for part in said["loc"]) if len(found) == 1 else name
+        raise ApiError(400, f"{where}: {said['msg']}.", name, "invalid_value") from None
     for name, value in (request.model_extra or {}).items():
         if not value or name in MEANINGLESS or any(_same(value, x) for x in NEUTRAL.get(name, ())):
             continue
@@ -281,8 +278,6 @@ def to_submit(
     if len(samplings) > MOST_CHOICES:
         raise ApiError(400, f"prompt: {len(samplings)} answers are asked for; the limit is {MOST_CHOICES}.", where)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stop) > MOST_STOPS:
-        raise ApiError(400, f"stop: give at most {MOST_STOPS} texts.", "stop")
     try:
         StopTexts(stop)
     except RunError as error:
@@ -323,22 +318,11 @@ def _sampling(request: Completion | Chat, number: int) -> Sampling:
     values["top_k"] = max(0, values.get("top_k", 0))  # -1 means "all" in other APIs
     seed = values.get("seed", -1)
     values["seed"] = secrets.randbits(63) if seed == -1 else seed + number
-    logprobs = int(request.logprobs) if request.logprobs else None
-    if isinstance(request, Chat):
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    elif request.logprobs == 0 and request.logprobs is not False and request.logprobs is not None:
-        logprobs = 0
-    if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
-        raise RunError(f"logprobs={logprobs}: give 0 to {MOST_LOGPROBS}.")
+    wanted = (request.top_logprobs or 0) if isinstance(request, Chat) and request.logprobs else request.logprobs
+    logprobs = None if wanted is None or wanted is False else int(wanted)
     if logprobs is not None and isinstance(request, Completion) and request.echo:
         raise RunError("echo with logprobs is not served here: a prompt's own log-probabilities are not computed.")
-    try:
-        bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    except ValueError:
-        raise RunError("logit_bias: the keys must be token ids.") from None
-    if not all(abs(value) <= 100 for value in bias.values()):
-        raise RunError("logit_bias: values must be between -100 and 100.")
-    return Sampling(**{"temperature": 1.0, **values}, logit_bias=bias, logprobs=logprobs)
+    return Sampling(**{"temperature": 1.0, **values}, logit_bias=request.logit_bias or {}, logprobs=logprobs)
 
 
 def _lark(request: Completion | Chat, text: Text, prompt: list[int]) -> str:
@@ -375,153 +359,3 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]], text: Text) 
     """Token ids of each prompt."""
     listed = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     return [text.encode(one) if isinstance(one, str) else [n for n in one if isinstance(n, int)] for one in listed]  # type: ignore[union-attr]
-
-
-FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
-"""OpenAI's finish_reason, by end of the answer."""
-
-
-@dataclass
-class Answered:
-    """What came of one choice: its text, log-probabilities, number of tokens, and how it ended."""
-
-    text: str = ""
-    ended: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    tokens: int = 0
-    cached: int = 0
-
-    def add(self, event: Event) -> None:
-        """Add a piece."""
-        self.text += event.text
-        self.ended = event.ended or ""
-        self.logprobs += event.logprobs
-
-
-class Reply:
-    """The JSON objects that answer one request.
-
-    Args:
-        text: Tokenizer, for log-probabilities.
-    """
-
-    def __init__(self, request: ParsedRequest, model: str, text: Text | None = None) -> None:
-        self.request, self.text = request, text
-        kind = "chat.completion" if request.chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._whole = {**self._head, "object": kind}
-        self._chunk = {**self._head, "object": "chat.completion.chunk" if request.chat else kind}
-        self._offsets = [len(choice.echo) for choice in request.choices]
-
-    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
-        """The answers in one object."""
-        choices = []
-        for index, answer in enumerate(answers):
-            fields: dict[str, Any] = {"text": self.request.choices[index].echo + answer.text}
-            if self.request.chat:
-                found = self._split(index, answer.text, True)
-                content = None if "tool_calls" in found else ""  # as in OpenAI's API
-                fields = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
-            logprobs = self._logprobs(index, answer.logprobs)
-            finished = self._finished(fields.get("message", {}), answer.ended)
-            choices.append({"index": index, **fields, "logprobs": logprobs, "finish_reason": finished})
-        return {**self._whole, "choices": choices, "usage": self.usage(answers)}
-
-    def first(self) -> list[dict[str, Any]]:
-        """Chunks before any text."""
-        if self.request.chat:
-            return [self._of(n, {"role": "assistant", "content": ""}) for n in range(len(self.request.choices))]
-        return [self._of(n, {"text": c.echo}) for n, c in enumerate(self.request.choices) if c.echo]
-
-    def piece(self, index: int, event: Event) -> dict[str, Any]:
-        """A chunk of a streamed answer."""
-        delta = self._split(index, event.text, bool(event.ended)) if self.request.chat else {"text": event.text}
-        for number, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = number
-        finished = self._finished(delta, event.ended) if event.ended else None
-        return self._of(index, delta, finished, self._logprobs(index, event.logprobs))
-
-    def last(self, answers: Sequence[Answered]) -> list[dict[str, Any]]:
-        """Chunks after all text."""
-        return [{**self._chunk, "choices": [], "usage": self.usage(answers)}] if self.request.include_usage else []
-
-    def usage(self, answers: Sequence[Answered]) -> dict[str, Any]:
-        """Tokens of the prompts, of their cached parts, and of the answers."""
-        first = {choice.place: n for n, choice in reversed([*enumerate(self.request.choices)])}
-        prompt = sum(len(self.request.choices[n].prompt) for n in first.values())
-        cached, tokens = sum(answers[n].cached for n in first.values()), sum(answer.tokens for answer in answers)
-        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
-
-    def _split(self, index: int, text: str, ended: bool) -> dict[str, Any]:
-        """Reasoning, content and tool calls that are certain after `text`, without empty ones."""
-        choice = self.request.choices[index]
-        parts = [choice.reasoning.push(text), *([choice.reasoning.end()] if ended else [])]
-        thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        content, calls = choice.calls.push(content), list[dict[str, Any]]()
-        if ended:
-            rest, calls = choice.calls.end()
-            content += rest
-        found = (("reasoning_content", thought), ("content", content), ("tool_calls", calls))
-        return {name: value for name, value in found if value}
-
-    def _finished(self, message: Mapping[str, Any], ended: str) -> str:
-        return "tool_calls" if message.get("tool_calls") else FINISHED[ended]
-
-    def _of(
-        self, index: int, fields: dict[str, Any], finished: str | None = None, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        fields = {"delta": fields} if self.request.chat else fields
-        usage = {"usage": None} if self.request.include_usage else {}
-        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finished}
-        return {**self._chunk, "choices": [choice], **usage}
-
-    def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """OpenAI's objects; None if none are asked for."""
-        if self.request.choices[index].sampling.logprobs is None or self.text is None:
-            return None
-        decode = self.text.tokenizer.decode
-
-        def word(token: int) -> str:
-            return decode([token], skip_special_tokens=False)
-
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = word(token)
-            known = None if "\ufffd" in text else list(text.encode())  # a part of a character
-            return {"token": text, "logprob": logprob, "bytes": known}
-
-        if self.request.chat:
-            content = [
-                {**entry(one.token, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top]} for one in found
-            ]
-            return {"content": content, "refusal": None}
-        tokens = [word(one.token) for one in found]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [{word(token): logprob for token, logprob in one.top} for one in found],
-            "text_offset": offsets,
-        }
-
-
-def line(value: object) -> str:
-    """One event of a streamed answer."""
-    return f"data: {json.dumps(value)}\n\n"
-
-
-async def to_the_end(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """Events of another server's streamed answer. If they break off, an error comes last, which clients recognize."""
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:  # the status has already been sent
-        traceback.print_exception(error)
-        yield line(ApiError(503, "the answer broke off: the model's process failed. Ask again.").to_dict())

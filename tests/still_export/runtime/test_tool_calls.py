@@ -10,8 +10,9 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tool_calls import BEGINNINGS, ToolCalls
+from still_export.serving.replies import Answered, Reply
 from still_export.serving.requests import Event
-from still_export.serving.wire import Answered, Choice, ParsedRequest, Reply
+from still_export.serving.wire import Choice, ParsedRequest
 from tests.still_export.runtime.notations import MODELS, NOTATIONS
 
 NOW = {

@@ -14,8 +14,9 @@ import pytest
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
 from still_export.serving.app import _sampling_settings
+from still_export.serving.replies import Answered, Reply, line, to_the_end
 from still_export.serving.requests import Event
-from still_export.serving.wire import Answered, Choice, ParsedRequest, Reply, line, to_the_end
+from still_export.serving.wire import Choice, ParsedRequest
 
 httpx = pytest.importorskip("httpx2")  # what openai speaks through
 openai = pytest.importorskip("openai")
