@@ -90,7 +90,10 @@ def serve(
         local = is_local(sock)
         named = options.allowed_host
         hosts = frozenset(map(str.lower, [options.host, *named])) if local or named else None
-        settings = Settings(name, options.api_key, body_bytes, hosts, local and options.api_key is None)
+        shared = local and options.api_key is None
+        settings = Settings(
+            name, options.api_key, body_bytes, hosts=hosts, origins=options.allowed_origin, shared=shared
+        )
         size = scheduler.state_bytes(scheduler.context) / 1e6
         where = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{where}:{sock.getsockname()[1]}"

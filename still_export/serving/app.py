@@ -22,6 +22,8 @@ import numpy as np
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -68,12 +70,14 @@ class Settings:
     shared: Requests without a salt share cached prefixes, as those of one user; None: if there is no key.
     hosts: Allowed Host names besides localhost and addresses; None: any. They stop DNS rebinding: a page of another site can point its own
         name to this machine, but its requests carry that name.
+    origins: Whose pages may use the server from a browser; "*": any.
     """
 
     name: str
     api_key: str | None = None
     body_bytes: int = 4 << 20
     hosts: frozenset[str] | None = None
+    origins: tuple[str, ...] = ()
     shared: bool | None = None
 
     def scope(self, salt: str | None, published: bool) -> tuple[int, ...] | None:
@@ -91,7 +95,11 @@ def make_app(worker: Worker, settings: Settings) -> Starlette:
     """The application that serves a worker's model."""
     server = _Server(worker, settings)
     keyed, api = server.keyed, server.answered
+    cross = Middleware(
+        CORSMiddleware, allow_origins=settings.origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+    )
     return Starlette(
+        middleware=[cross] if settings.origins else [],
         routes=[
             Route("/", api(server.page)),
             *(Route(f"/{name}", api(server.page)) for name in PAGE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,11 @@ class ServeOptions:
         (),
         "Host name that requests may use, besides localhost and addresses; repeatable.",
         shown="only these on this machine's own address, else any",
+    )
+    allowed_origin: tuple[str, ...] = option(
+        (),
+        "Origin whose pages may use the server from a browser, such as https://chat.example.com; * = any; repeatable.",
+        shown="none",
     )
     rows: int = option(4, "Requests that run at the same time.", least=1, most=1024)
     max_queue: int = option(64, "Requests that wait; more are refused with 429.", least=0)
@@ -49,3 +55,8 @@ class ServeOptions:
         check_options(self)
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("--api-key (or STILL_API_KEY) is empty: give a key, or leave it out.")
+        for origin in self.allowed_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(
+                    f"--allowed-origin {origin}: an origin has a scheme, a host and no path. Give https://chat.example.com, for example."
+                )

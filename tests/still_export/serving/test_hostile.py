@@ -62,6 +62,29 @@ def test_names_of_other_sites_are_refused(served: Served, host: str, allowed: bo
     assert allowed or "--allowed-host" in said["error"]["message"]
 
 
+@pytest.mark.parametrize("allowed", [(), ("https://chat.example",), ("*",)])
+def test_pages_of_other_origins(byte_package: Path, allowed: tuple[str, ...]) -> None:
+    """A browser asks before it sends JSON or a key, and shows a page answers and errors of a server alone that names its origin."""
+    names, wanted = ("access-control-allow-origin", "access-control-allow-headers"), "authorization,content-type"
+    with serve(byte_package, Settings("tiny", "k3y", origins=allowed), rows=1) as served:
+        for origin in ("https://chat.example", "https://other.example"):
+            connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+            ask = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
+            connection.request("OPTIONS", "/v1/chat/completions", headers={"origin": origin, **ask})
+            asked = connection.getresponse()
+            asked.read()
+            may = origin in allowed or "*" in allowed
+            assert (asked.status == 200) == may
+            assert not may or {each.strip() for each in asked.headers[names[1]].split(",")} >= set(wanted.split(","))
+            for key, status in (("k3y", 200), ("wrong", 401)):
+                headers = {"origin": origin, "content-type": "application/json", "authorization": f"Bearer {key}"}
+                connection.request("POST", "/v1/completions", json.dumps(BASE), headers)
+                answer = connection.getresponse()
+                answer.read()
+                assert (answer.status, answer.headers[names[0]] in (origin, "*")) == (status, may)
+            connection.close()
+
+
 @pytest.mark.parametrize("body", [
     {**BASE, "\ud800": 1}, {"\udfff": 1}, {**BASE, "stream_options": {"\ud800": 1}}, {**BASE, "user": "\ud800"},
     {**BASE, "model": "\ud800"}, {**BASE, "stop": "\ud800"}, {**BASE, "prompt": "\ud800"},
