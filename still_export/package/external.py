@@ -1,4 +1,4 @@
-"""External weight files of an ONNX graph, read from the protobuf. Field numbers are those of onnx.proto.
+"""External weight files and loops of an ONNX graph, read from the protobuf. Field numbers are those of onnx.proto.
 
 Standard library only: exports copy this file into packages, for run_ort.py and run_trt.py.
 """
@@ -21,6 +21,8 @@ _NODE = {5: _ATTRIBUTE}
 _GRAPH.update({1: _NODE, 5: _TENSOR, 15: _SPARSE})
 _INITIALIZERS = (7, 5)
 _DIMS, _TYPE, _NAME, _EXTERNAL = 1, 2, 8, 13
+MOST_TURNS = 1 << 24
+"""Most turns of a loop; those of exports have a few hundred, or one for each of a tensor's numbers."""
 _MODEL = {7: _GRAPH, 20: {1: _GRAPH, 2: _GRAPH}, 25: {7: _NODE}}
 
 
@@ -97,15 +99,84 @@ def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of the weight files of the graph `graph`.
 
     Raises:
-        CheckError: It is no graph, or names a file that the manifest does not list.
+        CheckError: It is no graph, has a loop without an end, or names a file that the manifest does not list.
     """
-    names = sorted(external_files(graph.read_bytes(), str(graph)))
+    content = graph.read_bytes()
+    check_loops(content, str(graph))
+    names = sorted(external_files(content, str(graph)))
     for name in names:
         if name not in manifest["files"]:
             raise CheckError(
                 f"{graph} takes weights from {name!r}, which the manifest does not list. Export the package again."
             )
     return names
+
+
+@functools.lru_cache(maxsize=4)
+def check_loops(graph: bytes, source: str) -> None:
+    """Check that loops end: each has a constant number of turns, or one for each number of a tensor, and none is inside another.
+
+    Raises:
+        CheckError: A loop may turn forever, which no signal would stop.
+    """
+    if b"Loop" not in graph:
+        return
+    try:
+        for begin, end in _parts(graph, 0, len(graph), 7):
+            _check_loops_of(graph, begin, end, (1, 5), source)
+        for begin, end in _parts(graph, 0, len(graph), 25):
+            _check_loops_of(graph, begin, end, (7, 0), source)
+    except (IndexError, ValueError) as error:
+        raise CheckError(f"{source} is no ONNX model ({error}). Copy the package again.") from error
+
+
+def _check_loops_of(
+    graph: bytes, begin: int, end: int, kinds: tuple[int, int], source: str, inside: bool = False
+) -> None:
+    """`kinds`: field numbers of a graph's, or a function's, nodes and initializers."""
+    turns: dict[str, int] = {}
+    loops: list[str] = []
+    for number, a, b in _fields(graph, begin, end):
+        if number == kinds[1]:
+            name, value = _number(graph, a, b)
+            turns[name] = value
+        if number != kinds[0]:
+            continue
+        names: dict[int, list[str]] = {1: [], 2: [], 4: []}
+        value = MOST_TURNS + 1
+        for part, c, d in _fields(graph, a, b):
+            if part in names:
+                names[part].append(graph[c:d].decode("utf-8"))
+        operator = "".join(names[4])
+        for c, d in _parts(graph, a, b, 5):
+            for part, x, y in _all_fields(graph, c, d):
+                if part == 3:
+                    value = x
+                elif part == 5:
+                    value = _number(graph, x, y)[1]
+                elif part == 6:
+                    _check_loops_of(graph, x, y, (1, 5), source, inside or operator == "Loop")
+        if operator in ("Constant", "Size"):
+            turns.update(dict.fromkeys(names[2], value if operator == "Constant" else 0))
+        if operator == "Loop":
+            loops.append(names[1][0] if names[1] else "")
+    if any(turns.get(name, MOST_TURNS + 1) > MOST_TURNS for name in loops) or (loops and inside):
+        raise CheckError(
+            f"{source} has a loop that may turn more than {MOST_TURNS:,} times, which no export makes. Export the model again."
+        )
+
+
+def _number(graph: bytes, begin: int, end: int) -> tuple[str, int]:
+    """Name and value of an integer tensor of one number; any other has too many turns."""
+    name, value = "", MOST_TURNS + 1
+    for number, a, b in _all_fields(graph, begin, end):
+        if number == 8:
+            name = graph[a:b].decode("utf-8")
+        elif number == 9 and b - a in (4, 8):
+            value = int.from_bytes(graph[a:b], "little")
+        elif number in (5, 7):
+            value = _varint(graph, a)[0] if b else a
+    return name, value
 
 
 def _parts(data: bytes, begin: int, end: int, *path: int) -> Iterator[tuple[int, int]]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from still_export.cli.main import main
 from still_export.errors import PackageError
-from still_export.package.external import external_files
+from still_export.package.external import check_loops, external_files
 from still_export.package.files import check_name, sha256
 from still_export.package.folder import open_package
 from still_export.package.refusals import CheckError
@@ -289,6 +290,50 @@ def test_the_graph_knows_better(package: Path, field: str, value: Any, match: st
     edit(package, change)
     with pytest.raises(RunError, match=match):
         OrtModel(package, threads=1)
+
+
+@pytest.mark.parametrize("place", ["graph", "If", "function", "Loop"])
+@pytest.mark.parametrize("turns, ends", [
+    ("initializer 3", True), ("Constant 3", True), ("value_int 3", True), ("Size", True),
+    ("initializer 4611686018427387904", False), ("Constant 4611686018427387904", False), ("value_int 16777217", False),
+    ("initializer -1", False), ("computed", False), ("", False),
+])  # fmt: skip
+def test_loops_that_may_never_end_are_refused(place: str, turns: str, ends: bool) -> None:
+    """No signal stops ONNX Runtime within a call, so a stranger's 2^62 turns would hold the process for good."""
+    kind, _, number = turns.partition(" ")
+    value = helper.make_tensor("turns", TensorProto.INT64, [], [int(number or 1)])
+    nodes = {
+        "Constant": [helper.make_node("Constant", [], ["turns"], value=value)],
+        "value_int": [helper.make_node("Constant", [], ["turns"], value_int=int(number or 1))],
+        "Size": [helper.make_node("Size", ["x"], ["turns"])],
+        "computed": [
+            helper.make_node("Constant", [], ["n"], value=value),
+            helper.make_node("Mul", ["n", "n"], ["turns"]),
+        ],
+    }.get(kind, [])
+    bools = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go_on", "goes_on")]
+    body = helper.make_graph([helper.make_node("Identity", ["go_on"], ["goes_on"])], "body", [
+        helper.make_tensor_value_info("turn", TensorProto.INT64, []), bools[0]], bools[1:])  # fmt: skip
+    nodes.append(helper.make_node("Loop", ["turns" if kind else "", "x"], [], body=body))
+    held = [value] if kind == "initializer" else []
+    functions = []
+    if place in ("If", "Loop"):
+        inner, held = helper.make_graph(nodes, "inner", [], [], held), []
+        branches = {"body": inner} if place == "Loop" else {"then_branch": inner, "else_branch": body}
+        nodes = [helper.make_node(place, ["three", "x"] if place == "Loop" else ["x"], [], **branches)]
+        held = [helper.make_tensor("three", TensorProto.INT64, [], [3])]
+        ends = ends and place == "If"
+    elif place == "function":
+        functions = [helper.make_function("own", "F", ["x", "turns"], [], nodes, [])]
+        nodes = [helper.make_node("F", ["x", "turns"], [], domain="own")]
+        ends = ends and kind != "initializer"  # of which a function knows nothing
+    graph = helper.make_graph(nodes, "graph", [helper.make_tensor_value_info("x", TensorProto.BOOL, [])], [], held)
+    data = helper.make_model(graph, functions=functions).SerializeToString()
+    if ends:
+        check_loops(data, "m")
+    else:
+        with pytest.raises(CheckError, match="loop"):
+            check_loops(data, "m")
 
 
 def test_external_files_finds_every_tensor_of_a_model() -> None:
