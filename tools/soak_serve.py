@@ -1,9 +1,10 @@
 """Serve a package for minutes to clients of every kind, and compare each answer with what the package says when it is asked alone.
 
-One request in five is left in the middle, one in ten is malformed; half of the others are streamed. Behind a fifth of the time attackers
-ask beside them (tools/soak_attackers.py). Exit code 1 where an answer is wrong (a near tie of the two likeliest tokens is counted apart), a
-status is 5xx, a malformed request or an attack is not refused, memory grew, or one answer in a hundred took more than twice as long among
-attackers as without.
+One request in five is left in the middle, one in ten is malformed, one in ten asks for JSON by a schema, or in a chat for the call of a
+tool; half of the others are streamed. Behind a fifth of the time attackers ask beside them (tools/soak_attackers.py). Exit code 1 where an
+answer is wrong (a near tie of the two likeliest tokens is counted apart), JSON is not of its schema, a status is 5xx, a malformed request
+or an attack is not refused, memory, threads or open files grew, or one answer in a hundred took more than twice as long among attackers as
+without.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import openai
 import psutil
@@ -44,7 +46,7 @@ SHOWN = 5
 """Wrong answers in the report."""
 
 GROWTH = 1.15
-"""Most that memory may grow from the end of the first third to the end."""
+"""Most that memory, threads and open files may grow from their most of the first third to their least of the last quarter."""
 
 QUIET = 0.2
 """Share of the time without attackers."""
@@ -72,6 +74,25 @@ MALFORMED: tuple[dict[str, Any], ...] = (
     {"logit_bias": {"a": 5}},
     {"unheard_of": True},
 )
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "rain": {"type": "boolean"},
+        "wind": {"enum": ["none", "light", "strong"]},
+        "hours": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 23}, "maxItems": 3},
+    },
+    "required": ["city", "rain", "wind", "hours"],
+    "additionalProperties": False,
+}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}}
+CALL = {
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
 
 
 @dataclass(frozen=True)
@@ -159,12 +180,26 @@ def verdict(case: Case, text: str) -> str:
     return "near tie" if min(case.gaps[begin:end], default=math.inf) < case.tie else "wrong"
 
 
+EXPECTED = ("right", "near tie", "left", "malformed and refused", "JSON", "called", "JSON cut")
+
+
+def held(process: psutil.Process) -> tuple[float, int, int]:
+    """MB of memory, threads, and open files of a process and its children."""
+    found = (0.0, 0, 0)
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess), each.oneshot():
+            own = (each.memory_info().rss / 1e6, each.num_threads(), each.num_fds())
+            found = (found[0] + own[0], found[1] + own[1], found[2] + own[2])
+    return round(found[0]), found[1], found[2]
+
+
 class Client(threading.Thread):
     """Asks until `end`, one request after the other."""
 
-    def __init__(self, url: str, model: str, cases: list[Case], seed: int, end: float) -> None:
+    def __init__(self, url: str, model: str, cases: list[Case], seed: int, end: float, chats: bool) -> None:
         super().__init__()
         self.api = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=600)
+        self.chats = chats
         self.model, self.cases, self.random, self.until = model, cases, random.Random(seed), end
         self.counts: Counter[str] = Counter()
         self.wrong: list[dict[str, Any]] = []
@@ -182,6 +217,8 @@ class Client(threading.Thread):
                     self.counts["malformed and answered"] += 1
                 elif kind < 0.3:
                     self._leave(case)
+                elif kind < 0.4:
+                    self._form()
                 else:
                     self._ask(case)
             except openai.APIStatusError as error:
@@ -196,6 +233,30 @@ class Client(threading.Thread):
             pass
         stream.close()
         self.counts["left"] += 1
+
+    def _form(self) -> None:
+        """JSON by a schema: as text, or in a chat also as the arguments of a call."""
+        how: dict[str, Any] = {"model": self.model, "max_tokens": 400, "seed": self.random.randrange(1000)}
+        is_call = self.chats and self.random.random() < 0.5
+        if self.chats:
+            messages: Any = [{"role": "user", "content": f"Weather in {self.random.randrange(1000)}?"}]
+            choice: Any = self.api.chat.completions.create(
+                messages=messages, **how, **(CALL if is_call else FORM)
+            ).choices[0]
+            calls = choice.message.tool_calls or ()
+            text = calls[0].function.arguments if calls else choice.message.content
+        else:
+            choice = self.api.completions.create(prompt="Weather:", extra_body=FORM, **how).choices[0]
+            text = choice.text
+        if choice.finish_reason == "length":
+            self.counts["JSON cut"] += 1
+            return
+        try:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        except (ValueError, TypeError, jsonschema.ValidationError) as error:
+            self.counts[f"wrong JSON: {error}"] += 1
+        else:
+            self.counts["called" if is_call else "JSON"] += 1
 
     def _ask(self, case: Case) -> None:
         begin = time.monotonic()
@@ -263,8 +324,9 @@ def main() -> int:
     threading.Thread(target=lambda: [print(line, end="", file=sys.stderr) for line in server.stderr or ()]).start()
     begin = time.monotonic()
     seconds = 60 * options.minutes
-    clients = [Client(url, "soak", cases, options.seed + i, begin + seconds) for i in range(options.clients)]
-    memory: list[float] = []
+    chats = bool(still_export.load(options.package).text.chat)
+    clients = [Client(url, "soak", cases, options.seed + i, begin + seconds, chats) for i in range(options.clients)]
+    seen: list[tuple[float, int, int]] = []
     attackers: subprocess.Popen[str] | None = None
     quiet_until = begin + QUIET * seconds
     try:
@@ -273,7 +335,7 @@ def main() -> int:
         while any(client.is_alive() for client in clients):
             if attackers is None and time.monotonic() >= quiet_until:
                 attackers = attack(url, (1 - QUIET) * seconds)
-            memory.append(psutil.Process(server.pid).memory_info().rss / 1e6)
+            seen.append(held(psutil.Process(server.pid)))
             time.sleep(min(5, seconds / 100))
     finally:
         attacks = json.loads(attackers.communicate()[0] or "{}") if attackers else {}
@@ -281,20 +343,19 @@ def main() -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(60)
     counts: Counter[str] = sum((client.counts for client in clients), Counter())
-    third = max(memory[: len(memory) // 3 + 1])
+    quarter = len(seen) // 4 + 1
+    kept = {
+        name: {"first": values[0], "first_third": max(values[: len(seen) // 3 + 1]), "end": min(values[-quarter:])}
+        for name, values in zip(("memory_mb", "threads", "files"), zip(*seen, strict=True), strict=True)
+    }
     times = [pair for client in clients for pair in client.times]
     quiet, among = slowest(times, begin, quiet_until), slowest(times, quiet_until, begin + seconds)
-    failures = {k: n for k, n in counts.items() if k not in ("right", "near tie", "left", "malformed and refused")}
+    failures = {k: n for k, n in counts.items() if k not in EXPECTED}
     report = {
         "minutes": round((time.monotonic() - begin) / 60, 1),
         **dict(sorted(counts.items())),
         "tokens_per_s": round(sum(client.tokens for client in clients) / (time.monotonic() - begin), 1),
-        "memory_mb": {
-            "first": round(memory[0]),
-            "first_third": round(third),
-            "end": round(memory[-1]),
-            "most": round(max(memory)),
-        },
+        **kept,
         "p99_s": {"quiet": round(quiet, 3), "among_attackers": round(among, 3)},
         "attacks": attacks,
         "exit_code": server.returncode,
@@ -302,7 +363,8 @@ def main() -> int:
     }
     print(json.dumps(report, indent=1))
     wrong = bool(failures) or counts["right"] == 0 or not attacks or not all(map(is_refused, attacks))
-    return int(wrong or memory[-1] > GROWTH * third or among > options.slower * quiet or server.returncode != 0)
+    grew = any(each["end"] > GROWTH * each["first_third"] for each in kept.values())
+    return int(wrong or grew or among > options.slower * quiet or server.returncode != 0)
 
 
 def attack(url: str, seconds: float) -> subprocess.Popen[str]:
