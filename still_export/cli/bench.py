@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,9 @@ from still_export.cli.output import Output, PackageFolder, ReportFile, TrustNati
 from still_export.errors import ConfigError
 from still_export.extras import demand
 from still_export.folders.sources import demand_package
+
+if TYPE_CHECKING:
+    from still_export.evaluation.bench import Measurement
 
 EXAMPLES = """
 Examples:
@@ -42,7 +46,7 @@ def bench(
     demand_package(package, "bench")
     from still_export.cli.gguf_package import package_of
     from still_export.doctor import machine
-    from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
+    from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, speed_of, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.loading.runtimes import runtime_of
     from still_export.package.folder import open_package
@@ -70,8 +74,9 @@ def bench(
     peer: list[Measurement] = []
     if peer_file is not None:
         try:
-            peer = [Measurement(**row) for row in json.loads(peer_file.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError) as error:
+            beside = json.loads(peer_file.read_text(encoding="utf-8"))
+            peer = [Measurement(**row) for row in (beside["rows"] if isinstance(beside, dict) else beside)]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{peer_file} has no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
             ) from error
@@ -86,7 +91,7 @@ def bench(
         "provider": options.provider,
         "machine": machine()["processor"],
         "state": state_sizes(opened.manifest),
-        "rows": to_dict(rows),
+        **speed_of(rows),
         "beside": to_dict(peer),
     }
     with staged_files(folder) as work:
@@ -94,16 +99,25 @@ def bench(
     if report is not None:
         write_report(looks.page(content, left_out, machine(), command_line()), report)
         out.log(f"report to look at: {report}")
-    out.result(content, *_lines(rows, peer), f"results: {folder / 'bench.json'}")
+    out.result(content, *table(rows, peer), f"results: {folder / 'bench.json'}")
 
 
-def _lines(rows: list, peer: list) -> list[str]:
-    lines = [f"{'context':>8} {'prefill':>10} {'decode':>12} {'peak':>9}"]
+def table(rows: Sequence[Measurement], peer: Sequence[Measurement] = ()) -> list[str]:
+    """Lines of a terminal: a row per length, then rounds and the load of the machine."""
+    from still_export.evaluation.bench import load_of
+
+    lines = [f"{'tokens':>8} {'prefill':>16} {'decode, a token':>18} {'peak memory':>12}"]
     others = {row.length: row for row in peer}
     for row in rows:
-        line = f"{row.length:>8} {row.prefill_s:>8.2f} s {row.decode_ms:>9.1f} ms {row.peak_mb:>6.0f} MB"
+        prefill, decode = (
+            "" if spread is None else f" ±{spread:>4.0%}" for spread in (row.prefill_spread, row.decode_spread)
+        )
+        line = f"{row.length:>8} {f'{row.prefill_s:.2f} s{prefill}':>16} {f'{row.decode_ms:.1f} ms{decode}':>18} "
+        line += f"{f'{row.peak_mb:.0f} MB':>12}"
         if other := others.get(row.length):
             ratios = (row.prefill_s / other.prefill_s, row.decode_ms / other.decode_ms, row.peak_mb / other.peak_mb)
             line += "   ratio to the other: prefill {:.2f}, decode {:.2f}, peak {:.2f}".format(*ratios)
         lines.append(line)
-    return lines
+    rounds = {row.rounds for row in rows}
+    how = "one round" if rounds == {1} else f"medians of {max(rounds, default=1)} rounds, ± half of their range"
+    return [*lines, f"{how}; {load_of(rows)}"]

@@ -31,6 +31,8 @@ def prove(
 ) -> None:
     """Build engines, compare with PyTorch, measure, and write a record; exit 1 on a mismatch. Checks that cannot run here are listed."""
     demand_package(package, "prove")
+    from still_export.cli.bench import table
+    from still_export.evaluation.bench import Measurement
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show
     from still_export.package.trust import trust_package
@@ -43,7 +45,9 @@ def prove(
         proven = show(package, options, progress)
     made = proven.record
     path = write_record(made, folder)
+    speed: Any = made.figures.get("speed")
     lines = [f"{made.verdict}: {figures_line(made.figures)}", *(f"not checked here: {each}" for each in proven.missing)]
+    lines += table([Measurement(**row) for row in speed["rows"]]) if speed else []
     content = {**made.model_dump(mode="json"), "record": str(path), "missing": proven.missing}
     out.result(content, *lines, f"record: {path}")
     raise typer.Exit(1 if made.verdict == "failed" else 0)

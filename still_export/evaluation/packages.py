@@ -96,13 +96,23 @@ def open_model(package: Package, setting: BenchOptions) -> PackageModel:
     return PackageModel(open_runner(package.path, package.manifest, runtime, setting.provider, threads=setting.threads))
 
 
+SPREAD, OTHERS = "decode, ± %", "used by other programs, %"
+"""Costs that tell how good the others are: the spread of rounds, and how much of the processors others used meanwhile."""
+
+
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:
-    """Costs of a package at a context of `length` tokens: size and peak memory in MB, prefill in s, decode step in ms."""
+    """Costs of a package at a context of `length` tokens: size and peak memory in MB, prefill in s, decode step in ms, with
+    SPREAD and OTHERS."""
     (row,) = bench(package.path, replace(setting, lengths=(length,)))
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
-    return {
+    found = {
         "size, MB": size / 1e6,
         "peak, MB": row.peak_mb,
         f"prefill {length}, s": row.prefill_s,
         f"decode {length}, ms": row.decode_ms,
     }
+    if row.decode_spread is not None:
+        found[SPREAD] = 100 * row.decode_spread
+    if row.others_cores is not None:
+        found[OTHERS] = 100 * row.others_cores / row.cores
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from still_export.errors import ModelNotFoundError, PackageError
-from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
+from still_export.evaluation.bench import LENGTHS, BenchOptions, bench, speed_of
 from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
 from still_export.options import option
@@ -75,8 +75,8 @@ def prove(
     if left := sorted(set(LENGTHS) - set(setting.fitting_lengths(opened.manifest))) if not options.lengths else []:
         missing.append(f"speed at {', '.join(map(str, left))} tokens, which exceed the package's capacity")
     try:
-        for row in bench(opened.path, setting, say):
-            figures |= _speed(row)
+        rows = bench(opened.path, setting, say)
+        figures["speed"] = speed_of(rows)
     except PackageError as error:
         if report is None or report.passed:
             raise
@@ -138,8 +138,3 @@ def _figures(report: Report) -> dict[str, Any]:
         "near_ties": report.selections.near_ties,
         **({"failure": "; ".join(wrong)} if wrong else {}),
     }
-
-
-def _speed(row: Measurement) -> dict[str, float]:
-    at = f"at_{row.length}"
-    return {f"prefill_s_{at}": row.prefill_s, f"decode_ms_{at}": row.decode_ms, f"peak_mb_{at}": round(row.peak_mb)}

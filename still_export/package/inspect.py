@@ -123,6 +123,8 @@ def _speed(folder: Path, machine: str) -> str:
         bench = json.loads((folder / "bench/bench.json").read_text(encoding="utf-8"))
         rows = [f"{row['decode_ms']:,.1f} ms a token after {row['length']:,}" for row in bench["rows"]]
         where = "here" if bench["machine"] == machine else f"on {bench['machine']}"
+        if bench["busy"]:
+            return f"measured {where} while the machine was busy; measure again: still-export bench {shlex.quote(str(folder))}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"not measured: still-export bench {shlex.quote(str(folder))}"
     return f"{where} {', '.join(rows)} ({bench['runtime']}, {bench['provider']})"

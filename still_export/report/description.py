@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Cell = str | int | float | None
@@ -12,6 +12,16 @@ Points = Sequence[tuple[float, float]]
 def plain(name: str) -> str:
     """A state's, layer's or task's name as words."""
     return name.replace("_", " ")
+
+
+def reference_of(models: Iterable[str]) -> str:
+    """The one of several models, of which there is one at least, that the others are compared with: the teacher, else the first."""
+    names = list(models)
+    return "teacher" if "teacher" in names else names[0]
+
+
+def percent_more(value: float, reference: float) -> float:
+    return 100 * (value / reference - 1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,22 @@ class Bars:
     y: str
     groups: Mapping[str, Mapping[str, float]]
     note: str = ""
+
+    @classmethod
+    def of_changes(cls, what: str, x: str, values: Mapping[str, Mapping[str, float]]) -> list[Bars]:
+        """One plot of how much more than the reference the others have, in percent: levels a few percent apart would look alike.
+
+        Args:
+            values: Model -> group -> value, of which less is better. One model has nothing to be compared with: no plot.
+        """
+        if len(values) < 2:
+            return []
+        reference = reference_of(values)
+        groups = {
+            group: {plain(name): percent_more(row[group], base) for name, row in values.items() if name != reference}
+            for group, base in values[reference].items()
+        }
+        return [cls(f"{what} against {plain(reference)}: less is better", x, "more than it, %", groups)]
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from still_export.evaluation.bench import BUSY
 from still_export.evaluation.intervals import share
-from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table, plain
+from still_export.evaluation.packages import OTHERS, SPREAD
+from still_export.report.description import (
+    Bars,
+    Cell,
+    Heatmap,
+    Lines,
+    Plots,
+    Report,
+    Table,
+    percent_more,
+    plain,
+    reference_of,
+)
 
+COSTS = (
+    "One row, measured in a process of its own; times are medians of rounds. Times of a machine of which other programs used more than "
+    f"{BUSY:.0%} are not plotted: they do not tell the speed."
+)
 FEWEST = 3
 """Least points of a plot; fewer are shown as a table only."""
 
@@ -23,24 +40,15 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
     if costs := content["costs"]:
         columns = list(next(iter(costs.values())))
         rows: list[list[Cell]] = [[name, *(row[c] for c in columns)] for name, row in costs.items()]
-        parts.append(
-            Table("Size, memory and speed", ["package", *columns], rows, "One row, measured in a process of its own.")
-        )
+        parts.append(Table("Size, memory and speed", ["package", *columns], rows, COSTS))
         if plots := list(_trades(costs, _qualities(bits, found))):
             parts.append(Plots("Quality over cost", plots))
-    if bits:
-        texts = list(next(iter(bits.values())))
-        groups = {text: {plain(variant): row[text] for variant, row in bits.items()} for text in texts}
-        parts.append(
-            Plots("Text", [Bars("Bits per byte: less is better", "text @ context, tokens", "bits per byte", groups)])
-        )
+    if bars := Bars.of_changes("Bits per byte", "text @ context, tokens", bits):
+        parts.append(Plots("Text", bars))
     for text in next(iter(content["perplexity"].values()), {}):
         by_range = {variant: row[text] for variant, row in content["perplexity"].items()}
-        spans = list(next(iter(by_range.values())))
-        groups = {span: {plain(variant): row[span] for variant, row in by_range.items()} for span in spans}
-        parts.append(
-            Plots(f"{text} by position", [Bars("Perplexity: less is better", "positions", "perplexity", groups)])
-        )
+        if bars := Bars.of_changes("Perplexity", "positions", by_range):
+            parts.append(Plots(f"{text} by position", bars))
     for task in next(iter(found.values()), {}):
         maps = [_heatmap(variant, rows[task], depths) for variant, rows in found.items()]
         parts.append(Plots(f"Retrieval: {plain(task)}", maps))
@@ -68,7 +76,10 @@ def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Ma
     if len(both) < FEWEST:
         return  # the table shows them
     for measure in next((qualities[name] for name in both), {}):
+        busy = any(costs[name].get(OTHERS, 0.0) > 100 * BUSY for name in both)
         for cost in costs[both[0]]:
+            if cost in (OTHERS, SPREAD) or (busy and cost.endswith((", s", ", ms"))):
+                continue
             series = {name: [(costs[name][cost], qualities[name][measure])] for name in both}
             yield Lines(f"{measure} over {cost}", cost, measure, series, from_zero=False)
 
@@ -79,14 +90,24 @@ def _mean(by_length: Mapping[Any, list[float]]) -> float:
 
 
 def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """The model in one line, next to the teacher if there is one; or every package."""
+    """The model in one line, compared with the teacher if there is one; or every package, with the first."""
     lines, names = [], list(dict.fromkeys([*bits, *found]))
+    reference = reference_of(names) if names else ""
     for variant in [v for v in ("still", "teacher") if v in names] if "still" in names else names:
-        values = list(bits.get(variant, {}).values())
-        shares = [f"{plain(task)} {_mean(rows):.0%}" for task, rows in found.get(variant, {}).items()]
-        measured = [f"{sum(values) / len(values):.4f} bits per byte"] if values else []
-        lines.append(f"{variant}: {', '.join(measured + shares)}")
-    return "; ".join(lines) or "Nothing was measured."
+        values, base = ([*bits.get(name, {}).values()] for name in (variant, reference))
+        other = variant != reference
+        measured = []
+        if values:
+            by = f" ({percent_more(sum(values), sum(base)):+.1f}%)" if other and len(base) == len(values) else ""
+            measured.append(f"{sum(values) / len(values):.4f} bits per byte{by}")
+        for task, rows in found.get(variant, {}).items():
+            whole = _mean(found[reference][task]) if other and task in found.get(reference, {}) else 0.0
+            measured.append(
+                f"{plain(task)} {_mean(rows):.0%}" + (f" ({_mean(rows) / whole:.0%} of it)" if whole else "")
+            )
+        lines.append(f"{plain(variant)}: {', '.join(measured)}")
+    against = f" In brackets: against {plain(reference)}." if len(lines) > 1 else ""
+    return "; ".join(lines) + "." + against if lines else "Nothing was measured."
 
 
 def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> Table:

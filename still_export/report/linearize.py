@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from still_export.report.description import Bars, Lines, Plot, Plots, Report, Table
+from still_export.report.description import Bars, Lines, Plot, Plots, Report, Table, percent_more, reference_of
 
 POINTS = 400
 """Most points of a curve; longer ones are averaged to so many."""
@@ -49,14 +49,7 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
                 "How far each layer's attention is from the teacher's at the end; tall bars are candidates for softmax."
             )
             plots.append(Lines(f"{name}: loss by layer", "layer", "loss", {"last step": layers}, note=note))
-    plots.append(
-        Bars(
-            "Quality: less is better",
-            "model",
-            "bits per byte",
-            {name: {"held-out text": v} for name, v in bits.items()},
-        )
-    )
+    plots += Bars.of_changes("Bits per byte", "text", {name: {"held-out text": v} for name, v in bits.items()})
     columns = ["stage", "steps", "tokens", "time, s", "tokens/s", "first loss", "last loss", "ended"]
     rows = [
         [
@@ -76,7 +69,11 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
         for name, v in content["recipe"].items()
         if v is not None
     ]
-    scores = "; ".join(f"{name} {value:.4f}" for name, value in bits.items())
+    reference = reference_of(bits)
+    scores = "; ".join(
+        f"{name} {v:.4f}" + (f" ({percent_more(v, bits[reference]):+.1f}%)" if name != reference else "")
+        for name, v in bits.items()
+    )
     seconds = sum(stage["seconds"] for stage in stages)
     return Report(
         title=f"{model}: linearized from {content['recipe']['base']}",

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -24,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, measure_rounds, to_dict
 from still_export.extras import installation
-from still_export.runtime.base import peak_mb
 from still_export.runtime.sampling import RunError
 from tools.benchmarks.common import numbers
 
@@ -86,8 +83,11 @@ def measure_peer(
     return rows
 
 
-def _genai(package: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What reads a prompt of random tokens and chooses one, and what does a greedy step."""
+Calls = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
+"""What begins anew, what reads a prompt of random tokens and chooses one, and what does a greedy step."""
+
+
+def _genai(package: Path, length: int, setting: BenchOptions) -> Calls:
     import onnxruntime_genai as genai
 
     config = genai.Config(str(package))
@@ -95,7 +95,7 @@ def _genai(package: Path, length: int, setting: BenchOptions) -> tuple[Callable[
         session = {"intra_op_num_threads": setting.threads}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
     model = genai.Model(config)
-    total = setting.room(length)
+    total = setting.room(length) + 1
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=total, min_length=total, do_sample=False)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, length).astype(np.int32)
@@ -113,15 +113,10 @@ def _genai(package: Path, length: int, setting: BenchOptions) -> tuple[Callable[
         made.clear()
         made["generator"] = genai.Generator(model, parameters)
 
-    if setting.provider == "cuda":  # the first calls of a process load code
-        begin()
-        prompt()
-        step()
-    begin()
-    return prompt, step
+    return begin, prompt, step
 
 
-def _llama_cpp(model: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _llama_cpp(model: Path, length: int, setting: BenchOptions) -> Calls:
     """The same of a GGUF file, with flash attention, in batches of 512 tokens, which are its default."""
     import llama_cpp
 
@@ -138,11 +133,11 @@ def _llama_cpp(model: Path, length: int, setting: BenchOptions) -> tuple[Callabl
         logits = llama_cpp.llama_get_logits(llama.ctx)  # of the last token
         made["token"] = int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
 
-    return lambda: feed(tokens), lambda: feed([made["token"]])
+    return llama.reset, lambda: feed(tokens), lambda: feed([made["token"]])
 
 
-def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The same, in float32, with what the first call alone costs paid."""
+def _transformers(folder: Path, length: int, setting: BenchOptions) -> Calls:
+    """The same, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -159,30 +154,19 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
             found = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: state.get("past")})
         state.update(past=getattr(found, CACHE), token=found.logits[:, -1:].argmax(-1))
 
-    feed(tokens[:, :70])
-    state.clear()
-    return lambda: feed(tokens), lambda: feed(state["token"])
+    return state.clear, lambda: feed(tokens), lambda: feed(state["token"])
 
 
 RUNS = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}
 
 
-def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
-    prompt, step = RUNS[runtime](model, length, setting)
-    begin = time.perf_counter()
-    prompt()
-    prefill = time.perf_counter() - begin
-    times = []
-    for _ in range(setting.steps):
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    return Measurement(length, prefill, statistics.median(times) * 1e3, peak_mb())
-
-
 def one(runtime: str, model: str, length: str, setting: str) -> None:
     """Print the measurement of one length; `setting` is of BenchOptions, in JSON."""
-    print(json.dumps(asdict(_measure(runtime, Path(model), int(length), BenchOptions(**json.loads(setting))))))
+    options = BenchOptions(**json.loads(setting))
+    start, prompt, step = RUNS[runtime](Path(model), int(length), options)
+    start()
+    prompt()  # the first call of a process loads code and weights
+    print(json.dumps(asdict(measure_rounds(int(length), options, start, prompt, step))))
 
 
 def first_token_command(runtime: str, model: Path, setting: BenchOptions) -> list[str]:
@@ -193,7 +177,9 @@ def first_token_command(runtime: str, model: Path, setting: BenchOptions) -> lis
 
 def first(runtime: str, model: str, setting: str) -> None:
     """What `first_token_command` runs; `setting` as of `one`."""
-    RUNS[runtime](Path(model), 16, BenchOptions(**json.loads(setting)))[0]()
+    start, prompt, _ = RUNS[runtime](Path(model), 16, BenchOptions(**json.loads(setting)))
+    start()
+    prompt()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from still_export.cli.errors import as_typed
 from still_export.cli.main import PANELS, VERBS, app
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
-from still_export.evaluation.bench import BenchOptions
+from still_export.evaluation.bench import BenchOptions, Measurement, OtherPrograms, busy, load_of
 from still_export.graph.options import ExportOptions
 from still_export.options import flag_of
 from still_export.runtime.options import AnswerOptions
@@ -87,8 +88,16 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert sizes[256] == sum(array.nbytes for array in runner.state_arrays().values())
 
     assert call("bench", package, "--lengths", "40,100", "--steps", "3", "--quiet", "-o", tmp_path / "bench") == 0
-    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    assert [row["length"] for row in rows] == [40, 100] and all(row["decode_ms"] > 0 for row in rows)
+    bench = tmp_path / "bench" / "bench.json"
+    content = json.loads(bench.read_text())
+    assert [row["length"] for row in content["rows"]] == [40, 100] and all(
+        row["decode_ms"] > 0 for row in content["rows"]
+    )
+    assert capsys.readouterr().out.splitlines()[-2].endswith(content["load"]) and {
+        row["rounds"] for row in content["rows"]
+    } == {3}
+    assert call("bench", package, "--lengths", "40", "--rounds", "1", "--beside", bench, "-o", tmp_path / "more") == 0
+    assert "one round; " in (said := capsys.readouterr().out) and "ratio to the other" in said
 
     capsys.readouterr()
     assert call("inspect", package) == 0
@@ -98,10 +107,12 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert [line.split(":")[0] for line in first] == ["what", "size", "length", "speed", "next"]
     assert first[0].startswith("what: model: llama, 3 layers") and first[2] == "length: 256 tokens, then refuses more"
     assert f"still-export bench {package}" in first[3] and f"still-export run {package}" in first[4]
-    shutil.copytree(tmp_path / "bench", package / "bench")
-    assert call("inspect", package) == 0
-    shown = capsys.readouterr().out
-    assert "speed: here " in shown and "ms a token after 100" in shown and "MiB" not in shown
+    (package / "bench").mkdir()
+    for is_busy in (False, True):
+        (package / "bench/bench.json").write_text(json.dumps({**content, "busy": is_busy}))
+        assert call("inspect", package) == 0
+        shown = capsys.readouterr().out
+        assert ("speed: here " in shown and "ms a token after 100" in shown) != is_busy and "MiB" not in shown
 
 
 @pytest.mark.slow
@@ -522,6 +533,24 @@ def test_bench_measures_what_fits() -> None:
         options.fitting_lengths(manifest(9))
 
 
+def test_other_programs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(others: float | None) -> Measurement:
+        return Measurement(1024, 0.5, 12.5, 300.0, others_cores=others, cores=16)
+
+    assert [busy([row(0.1), row(others)]) for others in (None, 1.5, 1.7)] == [False, False, True]
+    assert "known" in load_of([row(None)]) and "1.5 of 16" in load_of([row(1.5)]) and "BUSY" in load_of([row(1.7)])
+    others = OtherPrograms()
+    busy_loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1)
+        assert (others.cores() or 0) > 0.3
+    finally:
+        busy_loop.kill()
+        busy_loop.wait()
+    monkeypatch.setattr(OtherPrograms, "_now", staticmethod(iter([(10.0, 2.0, 0.0), (30.0, 12.0, 4.0)]).__next__))
+    assert OtherPrograms().cores() == 2.5  # of 20 s of all, 10 s are this process's own
+
+
 def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     shown = capsys.readouterr().out
@@ -552,6 +581,9 @@ def test_a_servers_key_may_stand_in_the_environment(
         ServeOptions(api_key=" ")
     with pytest.raises(ConfigError, match="--port 70000: it must be at most 65535"):
         ServeOptions(port=70000)
+    for origin in ("chat.example.com", "https://chat.example.com/page", ""):
+        with pytest.raises(ConfigError, match="--allowed-origin"):
+            ServeOptions(allowed_origin=(origin,))
     with pytest.raises(ConfigError, match="--when-full wait is unknown; known: ask, drop, stop"):
         AnswerOptions(when_full="wait")
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -39,7 +40,9 @@ def test_a_package_is_proven_and_measured(
     (record,) = read_records(tmp_path)
     assert said.startswith("passed: cases ") and "not shown" not in said
     assert (record.kind, record.verdict, record.subject["target"]) == ("proof", "passed", "ort-cpu")
-    assert record.figures["decode_ms_at_20"] > 0 < record.figures["prefill_s_at_40"]
+    speed: Any = record.figures["speed"]
+    assert [(row["length"], row["rounds"]) for row in speed["rows"]] == [(20, 3), (40, 3)] and speed["load"] in said
+    assert speed["rows"][0]["decode_ms"] > 0 < speed["rows"][1]["prefill_s"] and speed["rows"][0]["decode_spread"] >= 0
     assert 0 < record.figures["worst_of_its_bound"] <= 1 and record.judge == PROOF_VERSION
     assert record.ran["graph"] == sha256(package / MODEL)
 

@@ -14,7 +14,7 @@ from still_export import doctor
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.report import bench, evaluate, inspect, linearize, verify
-from still_export.report.description import Lines, Plots, Report, Table
+from still_export.report.description import Bars, Lines, Plots, Report, Table
 from still_export.report.render import check_report, number, render, write_report
 from tests.still_export.verbs import call
 
@@ -82,7 +82,7 @@ def failed_proof() -> Report:
     return verify.page(content, "ONNX Runtime", "package", MACHINE, COMMAND)
 
 
-def measurement() -> Report:
+def measurement(busy: bool = False) -> Report:
     row = {"prefill_s": 0.5, "decode_ms": 12.5, "peak_mb": 300.0, "batch": 1, "state_mb": 1.0}
     rows = [{**row, "length": length} for length in (1024, 4096)]
     content = {
@@ -91,11 +91,34 @@ def measurement() -> Report:
         "batch": 1,
         "runtime": "ort",
         "provider": "cpu",
+        "busy": busy,
+        "load": "other programs used up to 0.1 of 2 processors meanwhile",
         "rows": rows,
         "beside": rows[:1],
         "state": [{"tokens": n, "state_bytes": n << 8, "full_attention_cache_bytes": n << 12} for n in (1024, 4096)],
     }
     return bench.page(content, "left out: 8000 tokens", MACHINE, COMMAND)
+
+
+def test_figures_of_a_busy_machine_are_no_headline() -> None:
+    quiet, (table,) = measurement(), [part for part in measurement().parts if isinstance(part, Table)]
+    assert "12.5 ms" in quiet.verdict and "0.1 of 2" in quiet.findings[0] and table.columns.count("±") == 2
+    busy = measurement(busy=True)
+    assert not re.search(r"\d", busy.verdict.partition(" (")[0])
+
+
+def test_bars_show_the_change_not_the_level() -> None:
+    """Levels of 1.000 and 1.012 bits per byte are bars of the same height."""
+    bits = {"still": {"text": 1.012}, "teacher": {"text": 1.0}, "no_linear_part": {"text": 1.5}}
+    (bars,) = Bars.of_changes("Bits per byte", "text", bits)
+    assert bars.groups == {"text": {"still": pytest.approx(1.2), "no linear part": pytest.approx(50)}}
+    assert "against teacher" in bars.title and bars.y.endswith("%")
+    assert Bars.of_changes("Bits per byte", "text", {"still": {"text": 1.0}}) == []
+    assert "1.1000 bits per byte (+10.0%), needle 44% (100% of it); teacher: 1.0000" in evaluation().verdict
+    assert "after LoRA 1.1000 (+10.0%)" in linearization().verdict
+    costs = {name: {"size, MB": 1.0, "decode 64, ms": 2.0, "used by other programs, %": 11.0} for name in "abc"}
+    plots = [each.title for each in evaluate._trades(costs, {name: {"bits/byte": 1.0} for name in costs})]
+    assert plots == ["bits/byte over size, MB"]
 
 
 def evaluation() -> Report:

@@ -287,4 +287,6 @@ def test_memory_of_others_is_not_the_engines(package: Package, module: FakeTenso
 def test_bench_measures_the_packages_runtime(package: Package, module: FakeTensorRT) -> None:
     row = measure(package.path, 40, BenchOptions(steps=5, runtime="trt"))
     assert row.length == 40 and row.prefill_s > 0 and row.decode_ms > 0 and row.peak_mb > 0
-    assert module.engines[-1].calls == [16] + [16, 16, 8] + [1] * 7  # warm-up; prefill; warm-up and six replays
+    assert module.engines[-1].calls == [16] + 3 * (
+        [16, 16, 8] + [1] * 7
+    )  # warm-up; of each round prefill, warm-up and six replays
