@@ -113,11 +113,13 @@ def _schema(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | No
     kind = (response_format or {"type": "text"}).get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return OBJECT
-    inner = (response_format or {}).get("json_schema")
-    schema = inner.get("schema", {}) if isinstance(inner, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
+    form = response_format or {}
+    if kind == "json_object":  # with a schema as llama.cpp, Together and Fireworks have it
+        schema = form.get("schema") or OBJECT
+    else:
+        inner = form.get("json_schema")
+        schema = inner.get("schema", {}) if isinstance(inner, Mapping) else None
+    if kind not in ("json_schema", "json_object") or not isinstance(schema, Mapping):
         raise RunError(
             f"response_format of type {kind!r:.40}: give text, json_object, or json_schema with json_schema.schema."
         )

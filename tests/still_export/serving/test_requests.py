@@ -147,6 +147,10 @@ def test_answers_follow_a_schema(served: Served, model: still_export.LanguageMod
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == plain.text
     _, whole = served.ask("POST", "/v1/completions", {"prompt": "x", "response_format": form, **asked})
     jsonschema.validate(json.loads(whole["choices"][0]["text"]), SCHEMA)
+    other = {"type": "json_object", "schema": SCHEMA}  # as in llama.cpp
+    assert (
+        model.generate(HELLO, max_tokens=100, temperature=temperature, seed=2, response_format=other).text == plain.text
+    )
     cut = served.client().chat.completions.create(messages=HELLO, response_format=form, **{**asked, "max_tokens": 3})
     assert cut.choices[0].finish_reason == "length"
 
