@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import CheckError
+from still_export.proof import kernels
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.ort_session import native_library, open_session
@@ -32,6 +35,7 @@ from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.ort.library import LIBRARY
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import prefill_tokens
+from still_graphs.ops import OPS
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, VOCAB
 from tests.still_export.verbs import call
@@ -105,6 +109,42 @@ def test_every_runner_loads_it_and_verify_proves_it(
     shown = capsys.readouterr().out
     asked = " ".join(shown.split())
     assert "asked of the ONNX Runtime with the native kernel:" in asked and "asked of the graph in float32:" in asked
+
+
+KERNEL_FAULTS: dict[str, Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], object]] = {
+    "none": lambda found, before: None,
+    "a factor on a state": lambda found, before: found["kv_state"].__imul__(1 + 1e-3),
+    "one row of the output": lambda found, before: found["output"][..., -1, :].__iadd__(1e-2),
+    "a state of zeros": lambda found, before: found["z_state"].fill(0),
+    "a number that is none": lambda found, before: found["kv_state"].__setitem__((0, 0, 0, 0), np.nan),
+    "a state that is not written": lambda found, before: found.update(
+        kv_state=before.get("kv_state", found["kv_state"])
+    ),
+}
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_differs_from_its_body(
+    built: None, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of the real library are changed; the bodies' are not."""
+    package, real = native(export_tiny), kernels.open_session
+    spec = OPS["HybridAttention"]
+    for fault, change in KERNEL_FAULTS.items():
+
+        def opened(*arguments: Any, change: Any = change, **more: Any) -> Any:
+            session = real(*arguments, **more)
+            return session if arguments[4] is None else types.SimpleNamespace(run=partial(changed, session, change))
+
+        def changed(session: Any, change: Any, names: list[str], feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+            found, kinds = session.run(names, feed), [name.removeprefix("present_") for name in spec.output_names()]
+            by_kind = dict(zip(kinds, found, strict=False))
+            change(by_kind, {n.split(".")[0].removeprefix("past_"): x for n, x in feed.items()})
+            return [by_kind[kind] for kind in kinds[: len(found)]]
+
+        monkeypatch.setattr(kernels, "open_session", opened)
+        checks = [*kernels.compare_kernels(package.path, package.manifest, package.path / LIBRARY, "cpu", 0)]
+        assert len(checks) == 1 and checks[0].passed == (fault == "none"), (fault, checks)
 
 
 @pytest.mark.slow
