@@ -15,7 +15,7 @@ from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.folder import Package, open_package
 from still_export.proof.judge import Report
-from still_export.proof.package import VerifyOptions, verify
+from still_export.proof.package import VerifyOptions, VerifyResult, verify
 from still_export.proof.records import Record, make_record, what_ran
 from still_export.targets.registry import packaged_target
 
@@ -67,7 +67,8 @@ def prove(
         opened = open_package(Path(package))
     missing: list[str] = []
     begin = time.monotonic()
-    report = _verified(opened, options, missing, say)
+    verified = _verified(opened, options, missing, say)
+    report = None if verified is None else verified.report
     figures: dict[str, Any] = {} if report is None else _figures(report)
     figures["seconds"] = round(time.monotonic() - begin, 1)
     say("measuring")
@@ -96,11 +97,17 @@ def prove(
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
     ran = what_ran(manifest)
     versions = {"tensorrt": engines[0]["tensorrt"]} if (engines := manifest.get("engines")) else {}
-    made = make_record(kind, described["package"], described, figures, ran, passed, options.seed, versions=versions)
+    proven: dict[str, Any] = (
+        {} if verified is None else {"inputs": verified.inputs, "not_asked": verified.report.not_asked}
+    )
+    name = described["package"]
+    made = make_record(kind, name, described, figures, ran, passed, options.seed, versions=versions, **proven)
     return Proven(made, missing)
 
 
-def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
+def _verified(
+    package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]
+) -> VerifyResult | None:
     """The verdict, or None without PyTorch's answers."""
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -115,7 +122,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     )
     try:
         say("verifying")
-        return verify(package.path, settings, progress=progress).report
+        return verify(package.path, settings, progress=progress)
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise

@@ -1,4 +1,4 @@
-"""Checks that hold for any correct package whatever rounding does: finite numbers, logits that differ, clear argmax tokens."""
+"""Checks that hold for any correct package whatever rounding does: finite numbers, and logits that differ."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ class Logits:
     """Statistics of the logits of one call, [B, T] each.
 
     Args:
-        margin: The reference's largest logit less its second.
-        same: Both sides find the same token the likeliest.
         spread: Standard deviation of the reference's logits.
         real: Not padding.
         constant: The runtime's logits are one number, the reference's are not.
     """
 
-    margin: np.ndarray
-    same: np.ndarray
     spread: np.ndarray
     real: np.ndarray
     constant: np.ndarray
@@ -51,10 +47,7 @@ class Logits:
     @classmethod
     def _of_rows(cls, expected: np.ndarray, actual: np.ndarray) -> Logits:
         wide = expected.astype(np.float32, copy=False)
-        two = np.partition(wide, -2, axis=-1)[..., -2:] if wide.shape[-1] > 1 else np.repeat(wide, 2, -1)
         return cls(
-            two[..., 1] - two[..., 0],
-            expected.argmax(-1) == actual.argmax(-1),
             np.where(np.isfinite(wide), wide, 0).std(-1),
             np.any(expected != 0, axis=-1),
             is_constant(actual) & ~is_constant(expected),
@@ -177,30 +170,3 @@ def rounding_check(rows: Sequence[tuple[np.ndarray, np.ndarray]], dtype: str) ->
     return Check(
         f"rounding in {dtype} leaves the logits", share < USELESS, what, "logits, median token", share, USELESS
     )
-
-
-def likeliest_check(rows: Sequence[tuple[str, int, Logits, np.ndarray]]) -> Check:
-    """Whether both sides agree on the likeliest token wherever the reference's margin exceeds twice the allowed error of a logit.
-
-    Args:
-        rows: Case, call, its logits, and the bounds [B, T] of their errors; NaN: not compared.
-    """
-    clear = agree = 0
-    first, wrong = "", 0
-    worst = (0.0, 0.0)
-    for case, call, logits, bounds in rows:
-        with np.errstate(invalid="ignore"):
-            sure = logits.real & (logits.margin > 2 * bounds)
-        clear, agree = clear + int(sure.sum()), agree + int((sure & logits.same).sum())
-        other = sure & ~logits.same
-        if other.any() and not first:
-            place = tuple(int(i) for i in np.argwhere(other)[0])
-            first, worst = (
-                f"logits, {case}, call {call + 1}, row {list(place)}",
-                (float(logits.margin[place]), 2 * float(bounds[place])),
-            )
-        wrong += int(other.sum())
-    name = f"{agree} of {clear} clear tokens are the likeliest on both sides"
-    if not wrong:
-        return Check(name, True)
-    return Check(name, False, f"{wrong} differ where the reference's margin is clear", first, *worst)

@@ -219,25 +219,6 @@ def are_zeros(array: np.ndarray) -> bool:
     return array.size > 0 and not any(array.strides) and not array.flat[0]
 
 
-def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Sums (expected * actual, expected^2, actual^2) over numbers that are finite in both."""
-    if are_zeros(expected) and are_zeros(actual):
-        return np.zeros(3)
-    flat = expected.reshape(-1), actual.reshape(-1)
-
-    def products(start: int) -> np.ndarray:
-        a, b = (x[start : start + BLOCK].astype(np.float64) for x in flat)
-        with np.errstate(invalid="ignore", over="ignore"):
-            part = np.array([a @ b, a @ a, b @ b])
-        if not np.isfinite(part).all():
-            finite = np.isfinite(a) & np.isfinite(b)
-            a, b = a[finite], b[finite]
-            part = np.array([a @ b, a @ a, b @ b])
-        return part
-
-    return sum(_each_block(products, range(0, expected.size, BLOCK)), np.zeros(3))
-
-
 def _each_block(measure: Callable[[int], Any], starts: range) -> list[Any]:
     """Apply `measure` to each block, in threads if there are many."""
     if len(starts) <= FEW:

@@ -17,3 +17,6 @@ OP_TIMES, OP_UNITS = 2.0, 1.0
 NEAR_CODE = 2.0**-10
 """Distance from halfway between two codes of an 8-bit cache, in codes, within which a runtime in float32 may take the other one: rounding
 moves a number of a few layers by a millionth, and the largest code is 127."""
+FLOAT32 = 5e-2
+"""Allowed error of a log-probability in float32, nats: ten times the largest rounding error that was seen. A token
+may be twice as far behind the likeliest."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays
 from still_export.proof.absolute import LOGITS, Findings, layer_of
-from still_export.proof.cases import TINY, Case, cosine_sums, errors_of, same_best
+from still_export.proof.cases import TINY, Case, errors_of, same_best
 from still_export.proof.constants import PROOF_VERSION, ROUNDINGS, TIMES
 from still_export.proof.verdict import Check, Verdict
 from still_kernels.ties import Choices, Pairs
@@ -67,7 +67,7 @@ class Judged:
     Args:
         errors: For each of `Case.pairs`, `row_errors` of every output.
         steps: For each, the size of one code in the rows of 8-bit states, shaped as `errors`: a code may be the neighbouring one.
-        sums: By output: (sum of all errors, their number; products of both sides, of PyTorch's with itself, of the subject's with itself).
+        sums: By output: (sum of all errors, their number).
         same: Where both have the same likeliest token, over all calls.
         found: Faults of the subject's outputs that need no bound.
         open_rows: Rows behind near ties at which the reference chose otherwise; they are not compared.
@@ -80,7 +80,7 @@ class Judged:
     same: np.ndarray
     found: Findings
     open_rows: int = 0
-    guessed: bool = False
+    otherwise: bool = False
 
     @classmethod
     def of(
@@ -108,8 +108,7 @@ class Judged:
                 if (scale := expected.get(scales.get(name, ""))) is not None:
                     # The second error is along the row: of a row that differs in one code.
                     judged.steps[-1][name] = np.stack([scale, scale])
-                found = np.array([total, right.size, *cosine_sums(right, actual[name])])
-                judged.sums[name] = judged.sums.get(name, 0) + found
+                judged.sums[name] = judged.sums.get(name, 0) + np.array([total, right.size])
             judged.found.see(number, judged.errors[-1], expected, actual)
             if LOGITS in expected and case.unreported:
                 judged.errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
@@ -126,7 +125,7 @@ class Judged:
     def report(self, output: str, bounds: Bounds) -> OutputReport:
         """The row of `output` that is nearest to its bound or furthest beyond."""
         each = [errors[output] for errors in self.errors]
-        total, count, product, *norms = self.sums[output].tolist()
+        total, count = self.sums[output].tolist()
         worst, bound, call = 0.0, max(bounds.sums.get(output, 0.0), TINY), 1
         place: tuple[int, ...] = ()
         for number, errors in enumerate(each):
@@ -146,7 +145,6 @@ class Judged:
             output,
             max((float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each), default=0.0),
             total / count if count else 0.0,
-            product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
             self.case.own_mean[output],
             bound,
             worst,
@@ -168,7 +166,6 @@ class OutputReport:
     output: str
     max_abs: float
     mean_abs: float
-    cosine: float
     own_mean_abs: float
     bound: float
     worst: float

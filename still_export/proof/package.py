@@ -231,9 +231,7 @@ def _other_files(proof: _Proof, progress: Progress) -> Verdict:
 
 def _check_device(device: str | None) -> None:
     """Raise ConfigError if PyTorch's device is missing."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not _has_cuda():
         raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from still_export.package.files import ARCHIVE, DATA, MODEL
 from still_export.proof.constants import PROOF_VERSION
+from still_export.proof.inputs import Input
 from still_export.runtime.cuda_driver import CudaError, Driver
 
 DISTRIBUTIONS = (
@@ -29,6 +30,7 @@ DISTRIBUTIONS = (
 """Packages whose versions a record has."""
 INSTRUCTIONS = ("avx512f", "avx2")
 """Instruction sets of x86 that kernels are compiled for, the widest first."""
+WORTH = "digest is no signature: it finds damage and later edits, anybody can compute it, so it does not say who wrote this; repeat command"
 COMMIT = "STILL_COMMIT"
 """Environment variable with the commit of sources that were copied without their clone."""
 
@@ -69,6 +71,9 @@ class Record(Strict):
         figures: What it showed, with the unit in each name.
         judge: PROOF_VERSION of the proof.
         ran: SHA-256 of what ran: "graph" and "weights" of a package, the "archive" of its kernels, and an engine's "plan".
+        inputs: Of a proof what its reference was read from: role, path, SHA-256, and who named it.
+        not_asked: What the proof left open.
+        worth: WORTH, for whoever reads the file alone.
         digest: SHA-256 of all the rest, so that what is edited later is seen.
     """
 
@@ -85,6 +90,9 @@ class Record(Strict):
     figures: dict[str, JsonValue]
     judge: int
     ran: dict[str, Sha256]
+    inputs: tuple[dict[str, str], ...] = ()
+    not_asked: tuple[str, ...] = ()
+    worth: str = ""
     digest: Sha256
 
     @model_validator(mode="after")
@@ -95,7 +103,7 @@ class Record(Strict):
             )
         if self.date.tzinfo is None:
             raise ValueError("date has no zone: end it with Z")
-        if self.digest != _digest(self.model_dump(mode="json", exclude={"digest"})):
+        if self.digest != _digest(self.model_dump(mode="json", exclude={"digest"}, exclude_unset=True)):
             raise ValueError("it was changed after it was written")
         return self
 
@@ -118,6 +126,8 @@ def make_record(
     seed: int | None = None,
     command: Sequence[str] | None = None,
     versions: dict[str, str] | None = None,
+    inputs: Sequence[Input] = (),
+    not_asked: Sequence[str] = (),
 ) -> Record:
     """A record of a run that just ended on this machine.
 
@@ -140,6 +150,9 @@ def make_record(
         "figures": figures,
         "judge": PROOF_VERSION,
         "ran": dict(ran),
+        "inputs": [vars(each) for each in inputs],
+        "not_asked": list(not_asked),
+        "worth": WORTH,
     }
     return Record.model_validate({**found, "digest": _digest(found)})
 
@@ -151,7 +164,7 @@ def write_record(record: Record, folder: Path) -> Path:
         "-"
     )
     path = folder / f"{slug}-{record.date:%Y%m%dT%H%M%SZ}-{record.digest[:6]}.json"
-    path.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    path.write_text(record.model_dump_json(indent=1, exclude_unset=True) + "\n", encoding="utf-8")
     return path
 
 

@@ -20,6 +20,7 @@ from still_export.proof.prompts import Ranges
 from still_export.proof.sessions import WIDENED, Subject, widened_manifest
 from still_export.proof.verdict import Check, Verdict
 from still_export.proof.verify import Verifier
+from still_export.runtime.feeding import Feeding
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,8 @@ def compare_graphs(asking: Asking, adapter: Mapping[str, Any], progress: Progres
         return report.including(Verdict([], [lacks]))
     wide = Package(package.path, widened_manifest(package.manifest))
     ranges = asking.ranges(1.0)
-    drawn = DrawnOnce(asking.cases(wide))
+    cases = asking.cases(wide)
+    drawn = DrawnOnce(cases)
     graphs = {IN_FLOAT32: MODEL}
     if HEAD in package.manifest["files"]:
         together = (
@@ -82,9 +84,11 @@ def compare_graphs(asking: Asking, adapter: Mapping[str, Any], progress: Progres
         graphs[PORTABLE_IN_FLOAT32] = PORTABLE
     for name, graph in graphs.items():
         # The portable graph is compared with the last cases, which hold the longest sequence.
-        cases = drawn if graph == MODEL else drawn.last(4)
+        few = drawn if graph == MODEL else drawn.last(4)
         subject = Subject(wide, "ort", adapter=dict(adapter), bodies=True, graph=graph)
-        report = report.with_run(name, _compare(wide, cases, subject, progress, name))
+        report = report.with_run(name, _compare(wide, few, subject, progress, name))
+    if not Feeding.of(package.manifest).whole_prompts:
+        report = report.including(Verdict.of([cases.causality()]))
     report.asked.append(f"{IN_FLOAT32}: {ranges.asked()}")
     return report.including(Verdict([], ranges.not_asked(package.manifest)))
 

@@ -12,12 +12,10 @@ import torch
 
 from still_export.loading.torch import TorchModel
 from still_export.package.calls import next_feed
+from still_export.proof.constants import FLOAT32
 from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
 
-FLOAT32 = 5e-2
-"""Allowed error of a log-probability in float32; a token may be twice as far behind the likeliest. PyTorch's float32 logits of SmolLM2-135M
-(magnitude 25) differ from its float64 ones by 4e-5 in the median of 120 decode steps and by up to 5.5e-3."""
 NEAR_TIE = 1e-3
 """Lead below which float32 rounding may turn a choice."""
 CODES_TYPE = "float16"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from still_export.package.files import is_gguf
+from still_export.proof.constants import FLOAT32
 from still_export.proof.server_client import Answer
 
 ANSWER_TOKENS = 24
@@ -25,8 +26,6 @@ TOGETHER = 8
 """Concurrent requests of the way "in a batch"."""
 LIKELIEST = 32
 """Number of likely tokens that are tried as the next one of the server's text; the others are less likely by nats."""
-FLOAT32 = 5e-2
-"""Allowed error of a log-probability in float32: ten times float32's rounding error of SmolLM2-135M (at most 5.5e-3)."""
 TIMES = 3.0
 """Allowed multiple of the largest error of PyTorch's own run in the file's type. Two roundings differ by 2; a fault of position or state
 costs tenths of nats to nats."""
@@ -391,13 +390,10 @@ def activations_in_8_bits(model: Any) -> Iterator[None]:
     """Round the input of each linear layer to 8 bits, 32 numbers a scale, as llama.cpp and ONNX Runtime do."""
     import torch
 
+    from still_export.graph.quantization.read import eight_bits
+
     def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = inputs[0]
-        if x.shape[-1] % 32:
-            return inputs
-        blocks = x.unflatten(-1, (-1, 32))
-        scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        return ((blocks / scale).round().mul(scale).flatten(-2).to(x.dtype), *inputs[1:])
+        return inputs if inputs[0].shape[-1] % 32 else (eight_bits(inputs[0], 32), *inputs[1:])
 
     handles = [m.register_forward_pre_hook(rounded) for m in model.modules() if isinstance(m, torch.nn.Linear)]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,13 @@ from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.prefixes import PrefixCache
+from still_export.runtime.sampling import RunError
+from still_export.runtime.snapshot import Snapshot, digest
 from still_graphs.states import StateTable
 
+MORE_ROWS = 3
+"""Rows without a sequence when states go on in other rows."""
 WIDENED = "widened"
 """Entry of a manifest that describes a graph in float32: the type of the stored weights."""
 
@@ -92,11 +98,12 @@ class Session:
         """Outputs after `tokens` [B, 1] one by one, with all logits [B, steps, V]."""
         return self._outputs(np.concatenate([self.model.feed(token) for token in tokens], axis=1))
 
-    def _outputs(self, logits: np.ndarray) -> Arrays:
-        outputs = {"logits": logits, "present_length": self.model.length}
+    def _outputs(self, logits: np.ndarray, rows: Any = slice(None)) -> Arrays:
+        outputs = {"logits": logits, "present_length": self.model.length[rows]}
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
+            array = array[rows]
             # The runner may have more room than was requested, or less if sequences are empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
@@ -179,6 +186,49 @@ class Guessing(Session):
                 logits[sequence, first : first + accepted] = found[sequence, row : row + accepted]
             done += counts
         return self._outputs(logits)
+
+
+class Restoring(Session):
+    """A session that keeps every sequence's state before its steps, as a prefix cache and a file of `run --save-state` do, and goes on in
+    other rows of a larger batch, as `serve` does."""
+
+    rows: np.ndarray | None = None
+
+    def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
+        outputs, self.rows = super().carry(calls), None
+        return outputs
+
+    def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
+        """Like Session; the other rows of the batch have no tokens."""
+        model = self.model
+        if self.rows is None:
+            self.rows = self._moved()
+        ids, new, logits = np.zeros((model.batch, 1), np.int64), np.zeros(model.batch, np.int64), []
+        new[self.rows] = 1
+        for token in tokens:
+            ids[self.rows] = token
+            logits.append(model.feed(ids, new)[self.rows])
+        return self._outputs(np.concatenate(logits, axis=1), self.rows)
+
+    def _moved(self) -> np.ndarray:
+        """Keep the states, empty the runner, and put them back; returns their new rows."""
+        model, count = self.model, self.model.batch
+        lengths = model.length.tolist()
+        with tempfile.TemporaryDirectory(prefix="still-states-") as scratch:
+            for number, length in enumerate(lengths):
+                cache, key = PrefixCache(model.table, 1 << 62), [number, *range(length)]
+                cache.keep(key, model.take(number), length)
+                node = cache.find([*key, 0])
+                if node is None:
+                    raise RunError(f"the prefix cache does not find a state of {length} tokens that it keeps")
+                Snapshot(cache.state(node), node.length, digest(model)).save(Path(scratch, str(number)))
+            most = min(count + MORE_ROWS, model.most_rows or count + MORE_ROWS)
+            model.start(most)
+            rows = np.arange(most)[::-1][:count].copy()
+            for number, row in enumerate(rows):
+                kept = Snapshot.load(Path(scratch, str(number)))
+                model.put(int(row), kept.arrays, kept.length)
+        return rows
 
 
 def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:

@@ -27,8 +27,7 @@ from still_export.mixers.projections import ProjectedAttention
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
-from still_export.proof.other_readers import other_reading
-from still_export.proof.reading import Reading
+from still_export.proof.other_readers import Reading, other_reading
 from still_export.proof.verdict import Check, Verdict
 
 if TYPE_CHECKING:

@@ -16,9 +16,11 @@ from still_export.proof.answers import EMPTY, Decisions, DecisionsByCase, Progre
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.chains import Chain, ChainCall, nothing
 from still_export.proof.codes import as_numbers
+from still_export.proof.constants import ROUNDINGS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import Draft, Prompts, Ranges
 from still_export.proof.spill import SpillFile, joined
+from still_export.proof.verdict import Check
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
@@ -76,6 +78,21 @@ class TorchCases:
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
         return cases
+
+    def causality(self) -> Check:
+        """Whether a later token changes an earlier answer of the reference: a prompt whole and in two pieces."""
+        sizes = np.minimum([self.prompts.chunk + 1, self.prompts.chunk + 2], max(1, self.prompts.longest // 2))
+        random = np.random.default_rng([self.prompts.ranges.seed, 3])
+        tokens = random.integers(0, self.prompts.vocabulary, (1, int(sizes.sum())))
+        start = {**next_feed({}, tokens), **self.reference.empty_feed(*tokens.shape)}
+        pieces = (tokens, tokens[:, : sizes[0]], tokens[:, sizes[0] :])
+        one, *two = (ChainCall(part, np.array([part.shape[1]]), nothing, every=True) for part in pieces)
+        (whole,), parts = self.reference.run([Chain(start, [one]), Chain(start, two)])
+        off = np.abs(np.concatenate([part["logits"] for part in parts], axis=1) - whole["logits"]).max(-1)[0]
+        bound = ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * float(np.abs(whole["logits"]).max())
+        name = "no later token changes an earlier answer of PyTorch"
+        what = "logits of a prompt whole and in pieces differ, in PyTorch alone" * (not off.max() <= bound)
+        return Check(name, not what, what, f"token {int(off.argmax())} of {off.size}", float(off.max()), bound)
 
     def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
         """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token."""

@@ -18,7 +18,6 @@ from still_export.proof.absolute import (
     constant_check,
     finite_check,
     layer_of,
-    likeliest_check,
     overflow_checks,
     rounding_check,
 )
@@ -27,9 +26,10 @@ from still_export.proof.calls_file import CallsFile, remove_calls
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.codes import scale_name
 from still_export.proof.judge import Bounds, Judged, OutputReport, Report
-from still_export.proof.sessions import Guessing, Session, Subject, empty_unread
+from still_export.proof.sessions import Guessing, Restoring, Session, Subject, empty_unread
 from still_export.proof.spill import free_memory
 from still_export.proof.verdict import Check
+from still_export.runtime.feeding import Feeding
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, expected_ties
@@ -40,14 +40,15 @@ class Answers:
     """All answers of a subject.
 
     Args:
-        cases, guessed: By number of a case; `guessed`: the same with guessed tokens in the steps.
+        cases: By number of a case.
+        otherwise: By what differs in the steps: "guessed" tokens, or states "restored" in other rows.
         checks: What must be true of the runtime by itself.
         heads: Verdicts on the head that guesses tokens ahead.
         selections: Counts of what it chose, filled while cases are compared.
     """
 
     cases: dict[int, Answer] = field(default_factory=dict)
-    guessed: dict[int, Answer] = field(default_factory=dict)
+    otherwise: dict[str, dict[int, Answer]] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     heads: list[OutputReport] = field(default_factory=list)
     selections: Choices = field(default_factory=Choices)
@@ -94,7 +95,7 @@ class Verifier:
             if runner() is not None:  # free runtime objects that refer to each other
                 gc.collect()
         questions, recorded = self.answered
-        answers = Answers(recorded.cases, recorded.guessed, [*recorded.checks], recorded.heads)
+        answers = Answers(recorded.cases, recorded.otherwise, [*recorded.checks], recorded.heads)
         free_memory()
         self.cases.progress = progress
         drawn = self.cases.draw(range(self.cases.count), answers.decisions if self.cases.uses_decisions else EMPTY)
@@ -121,7 +122,7 @@ class Verifier:
             progress("comparing", number + 1, self.cases.count)
             free_memory()
         answers.checks += self.subject.checks(self.replays)
-        judged.sort(key=lambda each: each.guessed)
+        judged.sort(key=lambda each: each.otherwise)
         return judged, Bounds([each.case for each in judged])
 
     def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
@@ -134,18 +135,28 @@ class Verifier:
                 found.checks += session.checks(question.feeds[0], min(self.replays, len(question.steps)))
         if session.model.guesses:
             guessing = Guessing(session.model)
-            found.guessed = {n: ask(guessing, each, self.ties.shown) for n, each in enumerate(questions) if each.steps}
+            found.otherwise["guessed"] = {
+                n: ask(guessing, x, self.ties.shown) for n, x in enumerate(questions) if x.steps
+            }
+        if not Feeding.of(self.package.manifest).whole_prompts:
+            most = max((len(x.steps[0]) for x in questions if x.steps), default=0)
+            number = next((n for n, x in enumerate(questions) if x.steps and len(x.steps[0]) == most), None)
+            if number is not None:
+                found.otherwise["restored"] = {
+                    number: ask(Restoring(session.model), questions[number], self.ties.shown)
+                }
         found.heads = self._heads(session, found.checks)
         return found
 
     def compare(self, number: int, case: Case, answers: Answers) -> list[Judged]:
-        """Judge the subject's answers to a case, and its answers with guessed tokens in the steps."""
+        """Judge the subject's answers to a case, and its answers with other steps."""
         found = [self._compared(case, answers.cases[number], answers.selections, self._same_choices)]
-        if number in answers.guessed:
-            table, guessed = StateTable.of(self.package.manifest), answers.guessed[number]
-            case = replace(case, name=f"{case.name}, guessed")
-            found.append(self._compared(case, guessed, answers.selections, False, table))
-            case.forget()
+        table = StateTable.of(self.package.manifest)
+        for how, by_number in answers.otherwise.items():
+            if number in by_number:
+                other = replace(case, name=f"{case.name}, {how}")
+                found.append(self._compared(other, by_number[number], answers.selections, False, table))
+                other.forget()
         return found
 
     @property
@@ -154,12 +165,12 @@ class Verifier:
         return self.cases.uses_decisions or bool(getattr(self.cases, "has_decisions", False))
 
     def _compared(
-        self, case: Case, answer: Answer, total: Choices, same_choices: bool, guessed: StateTable | None = None
+        self, case: Case, answer: Answer, total: Choices, same_choices: bool, otherwise: StateTable | None = None
     ) -> Judged:
         """One case, judged as far as possible before all are known; `total` counts its choices."""
         pairs = case.pairs(answer.outputs)
-        if guessed is not None:
-            pairs = [(empty_unread(guessed, expected), empty_unread(guessed, actual)) for expected, actual in pairs]
+        if otherwise is not None:
+            pairs = [(empty_unread(otherwise, expected), empty_unread(otherwise, actual)) for expected, actual in pairs]
         if self.subject.watch and not (answer.decisions.seen and self.cases.uses_decisions):
             case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
@@ -167,7 +178,7 @@ class Verifier:
         total.add(found)
         turned = [] if same_choices else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
         judged = Judged.of(case, pairs, self.by_token, self.scales, turned)
-        judged.guessed = guessed is not None
+        judged.otherwise = otherwise is not None
         return judged
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
@@ -193,13 +204,13 @@ class Verifier:
             float(same.mean()) if same.size else 1.0,
             own / all_own if all_own else 1.0,
             selections,
-            [*self._absolute(judged, bounds), *checks],
+            [*self._absolute(judged), *checks],
             min(failed, default=None),
             command,
             _not_compared(selections, sum(each.open_rows for each in judged)),
         )
 
-    def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
+    def _absolute(self, judged: Sequence[Judged]) -> list[Check]:
         """Checks that any correct package passes."""
         cases = [each.case for each in judged]
         findings = {each.case.name: each.found for each in judged}
@@ -208,16 +219,14 @@ class Verifier:
             {case.name: case.right_overflow for case in cases},
             self.dtype,
         )
-        rows, tokens = [], []
-        for each in judged:
-            for number, logits in each.found.logits.items():
-                own, errors = each.case.own[number][LOGITS][0], each.errors[number][LOGITS][0]
-                bound = np.where(np.isnan(errors), np.nan, bounds.rows(each.case, number, LOGITS)[0])
-                rows.append((own[logits.real], logits.spread[logits.real]))
-                tokens.append((each.case.name, number, logits, bound))
         if not checks:
+            rows = []
+            for each in judged:
+                for number, logits in each.found.logits.items():
+                    own = each.case.own[number][LOGITS][0]
+                    rows.append((own[logits.real], logits.spread[logits.real]))
             checks.append(rounding_check(rows, self.dtype))
-        return [*checks, finite_check(findings), constant_check(findings), likeliest_check(tokens)]
+        return [*checks, finite_check(findings), constant_check(findings)]
 
 
 def _not_compared(selections: Choices, rows: int) -> list[str]:

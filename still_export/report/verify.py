@@ -115,11 +115,11 @@ def _facts(content: Mapping[str, Any]) -> Table:
 
 
 def _all(outputs: list[dict[str, Any]]) -> Table:
-    names = ("max_abs", "mean_abs", "cosine", "bound")
+    names = ("max_abs", "mean_abs", "bound")
     rows = [
         [e["run"], e["case"], e["output"], "ok" if e["passed"] else "MISMATCH", *(e[name] for name in names)]
         for e in outputs
     ]
     failed = frozenset(number for number, entry in enumerate(outputs) if not entry["passed"])
-    columns = ["run", "case", "output", "", "max", "mean", "cosine", "allowed"]
+    columns = ["run", "case", "output", "", "max", "mean", "allowed"]
     return Table("Every output", columns, rows, failed=failed, folded=True)

@@ -64,7 +64,9 @@ class SelectionTies:
         for (expected, actual), errors in self._with_own(pairs, own):
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
-                found.compared += int(self.layers[layer].by_chunk(np.abs(expected[KEY + layer]).any(-1)).sum())
+                found.compared += int(
+                    self.layers[layer].by_chunk(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum()
+                )
                 found.near_ties += int((differs & (lead <= 1)).sum())
                 found.wrong += int((differs & (lead > 1)).sum())
                 found.widest = max(found.widest, float(lead.max(where=differs & np.isfinite(lead), initial=0)))

@@ -45,6 +45,10 @@ def test_a_package_is_proven_and_measured(
     assert speed["rows"][0]["decode_ms"] > 0 < speed["rows"][1]["prefill_s"] and speed["rows"][0]["decode_spread"] >= 0
     assert 0 < record.figures["worst_of_its_bound"] <= 1 and record.judge == PROOF_VERSION
     assert record.ran["graph"] == sha256(package / MODEL)
+    (model,) = record.inputs
+    assert (
+        model["role"] == "model" and len(model["sha256"]) == 64 and "no signature" in record.worth and record.not_asked
+    )
 
 
 def test_without_its_model_a_package_is_measured_alone(export_tiny: Exporter, tmp_path: Path) -> None:

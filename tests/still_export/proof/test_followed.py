@@ -213,3 +213,35 @@ def test_selections_of_something_else_are_refused(tmp_path: Path) -> None:
         Selections.read(path, asked.package)
     with pytest.raises(PackageError, match="holds no selections"):
         Selections.read(tmp_path / "none.npz", asked.package)
+
+
+@pytest.mark.parametrize("plant", ["none", "a factor", "another sequence's", "the length"])
+def test_states_that_are_kept_and_put_into_other_rows_are_asked(plant: str) -> None:
+    """A prefix cache, a file, and rows that are not those in which a state was made."""
+    asked = Asked(None)
+    model = asked.session.model
+    put, taken = model.put, dict[int, dict[str, np.ndarray]]()
+
+    def wrong(row: int, arrays: dict[str, np.ndarray], length: int) -> None:
+        if plant == "a factor":
+            arrays = {name: x * np.float32(1 + 1e-3) if x.dtype == np.float32 else x for name, x in arrays.items()}
+        if plant == "another sequence's":
+            arrays = taken.setdefault(length, arrays)
+        put(row, arrays, length + (plant == "the length"))
+
+    if plant != "none":
+        model.put = wrong
+    report = asked.judged(asked.cases)
+    restored = {each.case for each in report.outputs if each.case.endswith("restored")}
+    assert len(restored) == 1 and "5 rows" in restored.pop()
+    assert report.passed == (plant == "none")
+    assert all(each.case.endswith("restored") for each in report.mismatches)
+
+
+def test_a_reference_in_which_later_tokens_change_earlier_answers_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(None)
+    assert asked.cases.causality().passed
+    kind = type(still_model("llama", torch.float32).model.layers[1].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda mlp, x: own(mlp, x) + 1e-4 * x.mean(1, keepdim=True))
+    assert not asked.cases.causality().passed

@@ -16,7 +16,7 @@ from still_export.graph.options import ExportOptions
 from still_export.models import load
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import value_of
-from still_export.proof import other_readers, reading
+from still_export.proof import other_readers
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
 from tests.still_export.expert_models import expert_model
@@ -120,7 +120,7 @@ def test_what_does_not_fit_into_memory_is_streamed(
 ) -> None:
     attach = family == "qwen3_moe"
     (plain_model(family, torch.float32) if attach else linear_model(family)).save_pretrained(tmp_path)
-    monkeypatch.setattr(reading, "ROOM", 1e-9)
+    monkeypatch.setattr(other_readers, "ROOM", 1e-9)
     verdict = asked(tmp_path, attach=attach)
     assert verdict.passed and verdict.checks[1].value is not None and verdict.checks[1].value < 1e-5, verdict
     monkeypatch.setattr(other_readers, "find_spec", lambda _: None)
@@ -195,7 +195,7 @@ def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypat
         monkeypatch.setattr(load.convert, "merge_lora", plain)
     assert "PEFT" in wrong(asked(tmp_path / "base", tmp_path / "adapter"))
     monkeypatch.undo()
-    monkeypatch.setattr(reading, "ROOM", 1e-9)
+    monkeypatch.setattr(other_readers, "ROOM", 1e-9)
     large = asked(tmp_path / "base", tmp_path / "adapter")
     assert large.passed and any("adapters are merged" in line for line in large.not_asked), large
 
