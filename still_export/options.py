@@ -25,7 +25,7 @@ def option(default: Any, text: str, **more: Any) -> Any:
         text: The flag's help.
         more: `flag`: its name, if it is not the field's with dashes. `also`: its other names. `shown`: the default in words. `panel`: title
             of its group of flags. `least`, `most`: smallest and largest number. `above`, `below`: exclusive limits. `choices`: allowed
-            values, which the help does not list. `commas`: a tuple's values are one text; otherwise the flag is repeated. `env`: environment
+            values, which the help does not list. `commas`: a tuple's values are one text; else the flag is repeated. `env`: environment
             variable for the flag.
     """
     return field(default=default, metadata={"help": text, **more})

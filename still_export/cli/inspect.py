@@ -104,8 +104,7 @@ def _next(found: Found) -> str:
 
 def _describe(found: Found, out: Output) -> None:
     """Print the summary of a model's files."""
-    from still_export.folders.adapter_description import describe_adapter
-    from still_export.folders.description import describe_folder
+    from still_export.folders.description import describe_adapter, describe_folder
     from still_export.folders.gguf_description import describe_gguf
     from still_export.folders.model import check_family
 

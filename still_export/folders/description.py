@@ -1,28 +1,32 @@
-"""Summary of a model's or adapter's folder, from its small files and the headers of its weights."""
+"""Summary of a model's or adapter's folder, from its small files and the headers of its weights; its phrases are GGUF files', too."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, StillExportError
-from still_export.folders.adapter_config import ADAPTER_CONFIG
-from still_export.folders.adapter_description import lora_of, other_files
+from still_export.folders.adapter_config import ADAPTER_CONFIG, lora_scale, read_adapter_config
 from still_export.folders.codes import Codes
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, SOFTMAX, TEXT_OF, whole_config
 from still_export.folders.model import ModelFolder
 from still_export.folders.remote_tokenizer import describe_remote, remote_class
-from still_export.folders.weights import METHODS, Head, heads_of
-from still_export.folders.words import context_of, layers_of, template_of
+from still_export.folders.weights import METHODS, PICKLE_SUFFIXES, TYPES, Head, heads_of
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _EMBEDDING = re.compile(r"(embed_tokens|embeddings?|wte|word_embeddings)\.weight$")
 _BLOCKS = {"M": "mamba", "*": "full", "-": "feed-forward", "E": "experts"}
 """Letters of Nemotron-H's hybrid_override_pattern."""
+_KNOWN_FILES = re.compile(
+    r"config\.json|generation_config\.json|adapter_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab.*|merges\.txt"
+    r"|chat_template\.(jinja|json)|quantize_config\.json|quant_config\.json|hf_quant_config\.json|recipe\.yaml|\.git.*|README.*|LICENSE.*"
+    r"|model\.safetensors\.index\.json"
+)
+_ARGUMENTS = ("tools", "documents", "enable_thinking", "reasoning_content", "add_generation_prompt")
 
 
 def describe_folder(source: str | Path | ModelFolder) -> dict[str, str]:
@@ -183,3 +187,85 @@ def _ignored(folder: ModelFolder, files: Iterable[Path], others: Mapping[str, st
     ]
     adapter = [folder.path / "adapter_model.safetensors"] if folder.has(ADAPTER_CONFIG) else []
     return ", ".join([*unused, *other_files(folder.path, [*files, *adapter])]) or "nothing"
+
+
+def describe_adapter(source: str | Path | ModelFolder) -> dict[str, str]:
+    """Summary of an adapter's folder: adapter, base, weights, and what is ignored.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        UnsupportedModelError: It has an unknown setting.
+    """
+    folder = ModelFolder.open(source)
+    values, files = read_adapter_config(folder), folder.weights
+    heads = heads_of(folder, files)
+    others = [name for name in heads if "lora_" not in name]
+    maps = f", and {len(others)} tensors of its own" if others else ""
+    return {
+        "adapter": lora_of(values, heads) + maps,
+        "base": str(values.get("base_model_name_or_path") or "unnamed"),
+        "weights": ", ".join(
+            f"{n} tensors in {TYPES.get(t, t)}" for t, n in Counter(h.dtype for h in heads.values()).items()
+        ),
+        "ignored": ", ".join(other_files(folder.path, files)) or "nothing",
+    }
+
+
+def lora_of(values: Mapping[str, Any], heads: Mapping[str, Head]) -> str:
+    pairs = {name.partition(".lora_A")[0]: head.shape[0] for name, head in heads.items() if ".lora_A" in name}
+    ranks = sorted(set(pairs.values()))
+    modules = sorted({name.rpartition(".")[2] for name in pairs})
+    scales = (
+        sorted({round(lora_scale(values, name, rank), 4) for name, rank in pairs.items()})
+        if values.get("lora_alpha")
+        else []
+    )
+    kind = "of linearize, with " if values.get("still_config") else ""
+    if not pairs:
+        return f"{kind}no LoRA pairs"
+    many = ", ".join(map(str, ranks))
+    scale = f", times {', '.join(map(str, scales))}" if scales else ""
+    return f"{kind}LoRA of rank {many} in {len(pairs)} layers ({', '.join(modules)}){scale}"
+
+
+def other_files(folder: Path, read: Iterable[Path]) -> Iterator[str]:
+    names = {path.name for path in read}
+    for path in sorted(folder.iterdir()):
+        if path.name in names or _KNOWN_FILES.fullmatch(path.name) or path.name == "additional_chat_templates":
+            continue
+        if path.suffix == ".py":
+            yield f"{path.name} (code is never run)"
+        elif path.suffix in PICKLE_SUFFIXES:
+            yield f"{path.name} (a pickle)"
+        else:
+            yield path.name
+
+
+def layers_of(count: int, kinds: Iterable[str]) -> str:
+    counted = Counter(kind.removesuffix("_attention").replace("_", " ") for kind in kinds)
+    mixed = ", ".join(f"{number} {kind}" for kind, number in counted.items())
+    return f"{count} layers" + (f" ({mixed})" if mixed else "")
+
+
+def template_of(templates: Mapping[str, str]) -> str:
+    """Chat templates by name, with the usual arguments that they use."""
+    if not templates:
+        return "none, so that there are no chats"
+    entries = []
+    for name, text in templates.items():
+        named = [word for word in _ARGUMENTS if re.search(rf"\b{word}\b", text)]
+        thinks = ["<think>"] if "<think>" in text else []
+        known = f", with {', '.join(named + thinks)}" if named or thinks else ""
+        entries.append(f"{'' if name == 'default' else f'{name}: '}{len(text):,} characters{known}")
+    return "; ".join(entries)
+
+
+def context_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The entry "context" of a summary: its length, and windows of layers with them; empty if config.json states neither."""
+    length, window = (config.get(name) for name in ("max_position_embeddings", "sliding_window"))
+    kinds = list(config.get("layer_types") or ())
+    parts = [f"{length:,} tokens"] if isinstance(length, int) else []
+    windowed = kinds.count("sliding_attention")
+    if isinstance(window, int) and config.get("use_sliding_window", True) and (windowed or not kinds):
+        parts.append(f"windows of {window:,} tokens" + (f" in {windowed} of {len(kinds)} layers" if windowed else ""))
+    return {"context": ", ".join(parts)} if parts else {}

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from still_export.errors import ModelNotFoundError, StillExportError
+from still_export.folders.description import context_of, layers_of, template_of
 from still_export.folders.families import SOFTMAX
-from still_export.folders.words import context_of, layers_of, template_of
 from still_export.gguf.architectures import ROPE_TABLE, place, read_config, target_of
 from still_export.gguf.container import Container, open_gguf
 from still_export.gguf.shared import BLOCK, ENCODERS, GUESSES, Architecture, Config, View, what_of

@@ -33,9 +33,9 @@ from still_export.mixers.layers import FULL, WINDOWED
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.staging import staged_folder
-from still_export.texts.ask import everyday_replies, fitting
 from still_export.texts.everyday import Everyday, compared
 from still_export.texts.forms import NaturalWriter
+from still_export.texts.replies import everyday_replies, fitting
 from still_export.texts.tasks import TaskWriter, Weighing
 from still_export.texts.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.texts.turns import turn_pieces

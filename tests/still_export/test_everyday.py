@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_export.texts.ask import everyday_replies, fitting
 from still_export.texts.everyday import REPLY_TOKENS, Everyday, Question, asked, compared, questions
+from still_export.texts.replies import everyday_replies, fitting
 from tests.still_export.training import byte_tokenizer, chat_tokenizer, make_base
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
