@@ -84,6 +84,8 @@ def _parts(layer: Any) -> Iterator[Any]:
                 continue
             if is_dataclass(value) and not isinstance(value, type):
                 value = [type(value), {k: v for k, v in vars(value).items() if k not in constants}]
+            if isinstance(value, partial):  # such as an activation
+                value = [value.func, value.args, value.keywords]
             plain = isinstance(value, bool | int | float | str | tuple | list | dict | type | None)
             yield key, repr(value) if plain else id(value)
     for name, weight in layer.named_parameters():
