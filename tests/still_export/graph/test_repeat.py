@@ -59,7 +59,7 @@ def test_softmax_families(family: str) -> None:
     if family == "smollm3":
         sizes["no_rope_layers"] = [1, 0, 1, 1, 1, 1, 1]
     if family == "gemma3_text":
-        sizes["layer_types"] = ["sliding_attention" if kind == "full_attention" else "full_attention" for kind in TYPES]
+        sizes["layer_types"] = [("full_attention", "sliding_attention")[kind == "full_attention"] for kind in TYPES]
     factors = [[float(layer + head) for head in range(6)] for layer in range(len(TYPES))]
     model = still_model(family, torch.float32, sizes=sizes, layer_types=TYPES, window_factors=factors)
     check(model, 5 if family == "smollm3" else 4)
