@@ -19,7 +19,8 @@ _near: tuple[float, torch.Generator] | None = None
 
 @contextmanager
 def near_codes(width: float, generator: torch.Generator) -> Iterator[None]:
-    """Context in which a number at most `width` from halfway between two codes gets either, at random: the codes of another runtime."""
+    """Context in which a number at most `width` from halfway between two codes, or two numbers of a narrower float type, gets either, at
+    random: those of another runtime."""
     global _near
     before, _near = _near, (width, generator)
     try:
@@ -34,6 +35,15 @@ def _nearest(x: Tensor) -> Tensor:
     width, generator = _near
     moved = (2 * torch.rand(x.shape, generator=generator) - 1).to(x) * width
     return torch.round(x + moved)
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a narrower float type."""
+    if _near is not None:
+        width, generator = _near
+        moved = (2 * torch.rand(x.shape, generator=generator) - 1).to(x) * width
+        x = x + moved * torch.finfo(dtype).eps * x.abs()
+    return x.to(dtype)
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:

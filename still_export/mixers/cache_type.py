@@ -26,4 +26,4 @@ def rounded(x: Tensor, cache: str | None) -> Tensor:
     if cache == "int8":
         return codes.rounded(x)
     stored_dtype = narrower(cache, x.dtype)
-    return x if stored_dtype == x.dtype else x.to(stored_dtype).to(x.dtype)
+    return x if stored_dtype == x.dtype else codes.stored(x, stored_dtype).to(x.dtype)

@@ -26,7 +26,7 @@ from still_export.proof.verdict import Check, Verdict
 from still_export.proof.widen import widen
 from still_export.runtime.ort_session import native_library, open_session
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.spec import OpSpec
+from still_graphs.spec import CACHE, OpSpec
 
 if TYPE_CHECKING:
     from still_export.proof.runs import Asking
@@ -266,14 +266,17 @@ def _meaning(node: Node, call: Mapping[str, np.ndarray]) -> Arrays:
         if find_spec(f"{node.spec.package}.{part}") is not None:
             import_module(f"{node.spec.package}.{part}")
 
-    def tensor(name: str) -> torch.Tensor:
-        array = call[name] if name in call else numpy_helper.to_array(node.weights[name])
+    scales = {f"past_{state.name}" for state in node.spec.states if state.only and state.only[0] == CACHE.name}
+
+    def tensor(name: str, own: str) -> torch.Tensor:
+        array = call[own] if own in call else numpy_helper.to_array(node.weights[own])
         found = torch.from_numpy(np.array(array))
-        return found.double() if found.is_floating_point() else found
+        # The scales of codes are float32 in whatever type the op computes.
+        return found.double() if found.is_floating_point() and name not in scales else found
 
     attributes = node.attributes()
     names = node.spec.resolve(attributes).input_names()
-    by_name = {name: tensor(own) for name, own in zip(names, node.proto.input, strict=False) if own}
+    by_name = {name: tensor(name, own) for name, own in zip(names, node.proto.input, strict=False) if own}
     with torch.no_grad(), pytorch_forms():
         found = call_op(node.spec, by_name, attributes)
     of = dict(zip(node.spec.resolve(attributes).output_names(), node.proto.output, strict=False))

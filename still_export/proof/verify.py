@@ -140,11 +140,9 @@ class Verifier:
             }
         if not Feeding.of(self.package.manifest).whole_prompts:
             most = max((len(x.steps[0]) for x in questions if x.steps), default=0)
-            number = next((n for n, x in enumerate(questions) if x.steps and len(x.steps[0]) == most), None)
-            if number is not None:
-                found.otherwise["restored"] = {
-                    number: ask(Restoring(session.model), questions[number], self.ties.shown)
-                }
+            for widest in [n for n, x in enumerate(questions) if x.steps and len(x.steps[0]) == most][:1]:
+                answer = ask(Restoring(session.model), questions[widest], self.ties.shown)
+                found.otherwise["restored"] = {widest: answer}
         found.heads = self._heads(session, found.checks)
         return found
 
