@@ -186,10 +186,8 @@ def _compare_runs(
     proof: _Proof, subject: Subject, pairs: Mapping[str, tuple[Pair, ...]], folder: Path, progress: Progress
 ) -> Report:
     """Compare what computes: graphs in float32, runtimes in the package's type, kernels by themselves."""
-    from still_export.proof.kernels import check_kernels
-    from still_export.proof.runs import compare_graphs, compare_runtimes
-
     package, options = proof.package, proof.options
+    open_package(package.path)  # right before it runs, every file has its hash
     if options.calls is not None:
         from still_export.proof.recorded import RecordedCases
 
@@ -201,7 +199,9 @@ def _compare_runs(
             subject.title, Verifier(package, cases, subject, proof.steps).run(folder, progress, options.polygraphy)
         )
         return report.including(Verdict([], [lacks]))
-    open_package(package.path)  # right before it runs, every file has its hash
+    from still_export.proof.kernels import check_kernels
+    from still_export.proof.runs import compare_graphs, compare_runtimes
+
     asking = proof.asking(pairs)
     report = compare_graphs(asking, subject.adapter, progress)
     if package.manifest["model"]["dtype"] == "bfloat16":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.absolute import (
     LOGITS,
@@ -133,7 +134,7 @@ class Verifier:
             found.cases[number] = ask(session, question, self.ties.shown)
             if question.steps and self.replays:
                 found.checks += session.checks(question.feeds[0], min(self.replays, len(question.steps)))
-        if session.model.guesses:
+        if session.model.guesses and self.subject.graph == MODEL:  # the portable graph does not say what to fold
             guessing = Guessing(session.model)
             found.otherwise["guessed"] = {
                 n: ask(guessing, x, self.ties.shown) for n, x in enumerate(questions) if x.steps
