@@ -112,12 +112,12 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any], requ
         compared = () if name.startswith("minimax") else cache.states()  # transformers' cache of it shows none
         for index, states in enumerate(compared):
             if "recurrent_state" in states:
-                state = seen.layers[index].recurrent_states[0]
+                state = seen.get_recurrent_state(index, state_idx=0)
                 state = state[..., None] if state.dim() == 3 else state  # Mamba's, the first
                 state = state if state.shape == states["recurrent_state"].shape else state.transpose(2, 3)
                 assert far(states["recurrent_state"], state) <= STATES
             if "conv_state" in states:
-                columns = seen.layers[index].conv_states[0]
+                columns = seen.get_conv_state(index, state_idx=0)
                 assert far(states["conv_state"], columns[..., -states["conv_state"].shape[-1] :]) <= STATES
 
 
