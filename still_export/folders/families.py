@@ -52,6 +52,7 @@ LINEAR = (
         "minimax",
         "nemotron_h",
         "bamba",
+        "zamba2",
         "gla",
     ),
     *("rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3"),
@@ -97,7 +98,6 @@ NOT_COVERED = {
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
     **dict.fromkeys(("rwkv079qwen3", "rwkv07aqwen3", "rwkv_hybrid"), _HXA),
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
-    "zamba2": "its softmax blocks are shared between layers",
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"), "its softmax has one more learned logit for each head (an attention sink)"
     ),

@@ -326,8 +326,15 @@ def give_weights(model: ir.Model, names: dict[str, str], weights: Weights) -> No
         weights: Values by the model's names; those of products are stored as [in, out].
     """
     turned = _store_transposed(model, names)
-    for old in [name for name in names if name in model.graph.initializers]:
+    given: dict[str, bool] = {}
+    order = {name: place for place, name in enumerate(dict.fromkeys(names.values()))}
+    for old in sorted(names.keys() & model.graph.initializers.keys(), key=lambda old: (order[names[old]], old)):
         value, name = model.graph.initializers.pop(old), names[old]
+        if name in given:  # of a module that layers share
+            assert given[name] == (old in turned)
+            ir.convenience.replace_all_uses_with(value, model.graph.initializers[name])
+            continue
+        given[name] = old in turned
         value.name, value.const_value = name, lazy_tensor(name, weights[name], old in turned)
         model.graph.initializers[name] = value
     _drop_trace_metadata(model)

@@ -15,7 +15,7 @@ from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import Constants, Hidden, constants_of, like, only
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models.ahead import AheadMixin
-from still_export.models.base import last_rows
+from still_export.models.base import first_names, last_rows
 from still_export.models.step import decode_with_state, rows_left
 from still_graphs.states import IMAGE_INPUTS, LAST_HIDDEN, State, StateTable, rows_after
 
@@ -153,7 +153,10 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
     seen = seen if getattr(config, "vision_config", None) else []
     of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []
     arguments = (ids, counts + TRACE_TOKENS, counts, past, seen, *of_head)
-    names, weights = _weight_names(wrapper), dict(model.named_parameters())
+    names, weights = (
+        {name: own.removeprefix("model.") for name, own in first_names(wrapper).items()},
+        dict(model.named_parameters()),
+    )
     with tracing(), only(model, alike) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
@@ -181,11 +184,3 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
         alike,
         [constants_of(layer) for layer in model.model.layers],
     )
-
-
-def _weight_names(wrapper: _StatefulForward) -> dict[str, str]:
-    first: dict[int, str] = {}
-    names = {}
-    for name, parameter in wrapper.named_parameters(remove_duplicate=False):
-        names[name] = first.setdefault(id(parameter), name.removeprefix("model."))
-    return names

@@ -334,6 +334,12 @@ def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
     return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Of each parameter by each of its names the first one: modules that layers share have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)}
+
+
 def no_mask(config: Any, like: Tensor) -> Tensor | dict[str, Tensor]:
     """A placeholder mask, so that the family's base model makes none: attention modules know the sequence lengths."""
     mask = like.new_zeros(1, 1, 1, 1)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from still_export.mixers.cache import StillCache, state_table
-from still_export.models.base import last_rows
+from still_export.models.base import first_names, last_rows
 from still_export.models.load import Source
 from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
 from still_export.models.step import decode_with
@@ -121,8 +121,8 @@ class LayerwiseModel:
     def layer(self, model: Any, index: int) -> Iterator[None]:
         """Load the weights of layer `index`."""
         prefix = f"model.layers.{index}."
-        names = [name for name in self.source.weights if name.startswith(prefix)]
-        weights = {name.removeprefix(prefix): self.source.weights[name] for name in names}
+        names = {name: first for name, first in first_names(model).items() if name.startswith(prefix)}
+        weights = {name.removeprefix(prefix): self.source.weights[first] for name, first in names.items()}
         layer = model.model.layers[index]
         layer.load_state_dict({n: self._value(w) for n, w in weights.items()}, strict=False, assign=True)
         yield

@@ -149,7 +149,10 @@ def _check_tensors(source: Source, reading: Reading, fresh: frozenset[str]) -> V
             used.add(match)
         elif name not in fresh:
             unknown.append(name)
-    lost = [name for name in reading.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
+    known_tensors = {
+        _place(reading.tensors[name]) for name in used
+    }  # layers that share one have it under several names
+    lost = [n for n, x in reading.tensors.items() if _place(x) not in known_tensors and not n.endswith(_NO_WEIGHTS)]
     tied = source.config.tie_word_embeddings
     lost = [name for name in lost if not (tied and name.endswith("lm_head.weight"))]
     # Tensors computed from several may contain others; those that the model lists are left out.
@@ -164,6 +167,10 @@ def _check_tensors(source: Source, reading: Reading, fresh: frozenset[str]) -> V
             f"{len(unknown)} tensors by another reader ({some}): it has none of these names, so they are computed of several"
         )
     return verdict
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
 
 
 def _layer_of(name: str) -> str | None:

@@ -113,6 +113,17 @@ SIZES: dict[str, dict[str, Any]] = {
         qk_nope_head_dim=6,
         v_head_dim=10,
     ),
+    "zamba2": dict(
+        num_key_value_heads=None,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        mamba_d_state=10,
+        mamba_ngroups=2,
+        n_mamba_heads=6,
+        adapter_rank=5,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
     "lfm3": dict(
         layer_types=["conv", "sliding_attention", "full_attention"], head_dim=8, conv_L_cache=7, sliding_window=37
@@ -147,6 +158,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=32,
         qk_nope_head_dim=64,
         v_head_dim=64,
+    ),
+    "zamba2": dict(
+        _HEADS, num_key_value_heads=None, n_mamba_heads=4, mamba_d_state=64, adapter_rank=32, intermediate_size=128
     ),
     "lfm2": _HEADS,
     "lfm3": dict(_HEADS, head_dim=64, sliding_window=64, layer_types=["conv", "sliding_attention", "full_attention"]),
@@ -188,6 +202,8 @@ def published_pair(family: str) -> dict[str, Any]:
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
     given = {**COMMON, **SIZES.get(family, {}), **SELDOM.get(family, {}), **changes}
+    if family == "zamba2":  # its class computes what hybrid layers are before it knows the other name
+        given["layers_block_type"] = given.pop("layer_types")
     return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 

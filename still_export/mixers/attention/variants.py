@@ -134,6 +134,15 @@ class HypeAttention(SoftmaxAttention):
         return self.o_proj(flat if self.o_gate is None else flat * self.o_gate(hidden).sigmoid())
 
 
+class Zamba2Attention(GraniteAttention):
+    """Zamba2: queries, keys and values have adapters."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **GraniteAttention.weight_roles,
+        **{f"{name}_proj.{part}.weight": PROJECTION for name in "qkv" for part in ("shared", "down", "up")},
+    }
+
+
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3_5Attention": GatedAttention,
     "Qwen3_5MoeAttention": GatedAttention,
@@ -147,6 +156,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Lfm2MoeAttention": Lfm2Attention,
     "Lfm3Attention": Lfm3Attention,
     "HypeAttention": HypeAttention,
+    "SharedAttention": Zamba2Attention,
 }
 """By transformers' class that each replaces; other classes are plain."""
 

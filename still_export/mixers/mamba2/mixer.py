@@ -36,9 +36,8 @@ class Mamba2(FixedStateModule):
         demand_silu(base)
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
-        limits = getattr(
-            config, "time_step_limit", base.time_step_limit
-        )  # transformers clamps Nemotron-H by another field (#48989)
+        # transformers clamps Nemotron-H by another field (#48989); Zamba2's published one is null.
+        limits = getattr(config, "time_step_limit", None) or base.time_step_limit
         self.limits = tuple(None if x is None or math.isinf(x) else x for x in limits)
         """The least and the largest step; None: no bound, because TensorRT does not accept infinity."""
 
@@ -145,19 +144,20 @@ MODULES: dict[str, type[Mamba2]] = {
     "BambaMixer": Mamba2,
     "Mamba2Mixer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
+    "Zamba2MambaMixer": Mamba2,
     "FalconH1Mixer": FalconH1Mamba2,
     "InLlamaMamba2": SharedMamba2,
 }
 
 
 _NAMES = {
-    "heads": ("mamba_n_heads", "mamba_num_heads", "num_heads"),
-    "groups": ("mamba_n_groups", "n_groups"),
+    "heads": ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
+    "groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
     "dim": ("mamba_d_state", "ssm_state_size", "state_size"),
-    "size": ("mamba_d_head", "mamba_head_dim", "head_dim"),
+    "size": ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"),
     "taps": ("mamba_d_conv", "conv_kernel"),
 }
-"""Names of the sizes in hybrid families, Nemotron-H and Mamba-2."""
+"""Names of the sizes in hybrid families, Nemotron-H, Zamba2 and Mamba-2."""
 
 
 class Mamba2Mixer(FixedStatesMixer):

@@ -20,7 +20,8 @@ class AttentionAndFixedStates(WithFixedStates[AttentionState], AttentionLayer):
 
 
 class ParallelMamba2Mixer(Mixer):
-    """Layers of type "parallel_mamba2": softmax attention and Mamba-2 read the same tokens; the layer adds their outputs."""
+    """Layers of type "parallel_mamba2": softmax attention and Mamba-2 in one layer, which adds their outputs (Falcon-H1)
+    or has one read the other's (Zamba2)."""
 
     name = "parallel_mamba2"
     of_families = True

@@ -23,13 +23,14 @@ from still_export.models.families import (
     rwkv6,
     rwkv7,
     transnormer,
+    zamba2,
     zebra_llama,
 )
 from still_export.models.families.softmax_families import Family
 
 FILES = (
     *(gated_delta, mamba2_hybrids, kimi, lfm, mamba, minimax, fla_families, transnormer, minicpm_sala),
-    *(rwkv6, rwkv7, radlads, mamba_in_llama, zebra_llama, hypenet, mamba3, lara),
+    *(rwkv6, rwkv7, radlads, mamba_in_llama, zebra_llama, hypenet, mamba3, lara, zamba2),
 )
 LINEAR_NEEDS = (5, 23)
 """The oldest transformers that these families are compared with. 5.20, which vLLM 0.33 asks for, computes Mamba-2 in another way."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.families import NOT_COVERED
 from still_export.mixers.cache import StillCache
 from still_export.models import attach_untrained
@@ -322,7 +322,34 @@ def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in learned)
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2"])
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, dict(use_shared_attention_adapter=False, use_mem_rope=False, mamba_ngroups=1)])
+def test_two_blocks_that_layers_share_in_turn(changes: dict[str, Any], tmp_path: Path) -> None:
+    """In float64: three such layers multiply rounding by more than the bound."""
+    sizes = dict(num_mem_blocks=2, num_hidden_layers=3, layer_types=["hybrid"] * 3, add_bias_linear=True)
+    theirs = linear_model("zamba2", seed=1, **sizes, **changes)
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.double()(ids(), use_cache=False).logits
+    assert far(pieces(load_model(tmp_path).double(), ids(), PIECES)[0], expected) <= LOGITS
+
+
+def test_shared_tensors_may_be_in_the_file_of_every_layer(tmp_path: Path) -> None:
+    linear_model("zamba2").save_pretrained(tmp_path)
+    expected, path = load_model(tmp_path), tmp_path / "model.safetensors"
+    name, tensors = "model.layers.{}.shared_transformer.self_attn.o_proj.weight", load_file(path)
+    tensors[name.format(3)] = tensors[name.format(1)].clone()
+    save_file(tensors, path, {"format": "pt"})
+    assert torch.equal(load_model(tmp_path)(ids()).logits, expected(ids()).logits)
+    tensors[name.format(3)][0, 0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"o_proj.weight is not the same in all layers"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", num_mem_blocks=0)
+    with pytest.raises(ConfigError, match="num_mem_blocks=0"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2", "zamba2"])
 def test_an_own_folder_is_read_again(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")

@@ -16,6 +16,7 @@ from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.trt import package as trt_package
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
+from tests.still_export.models.formulas import add_half, demand_package
 from tests.still_export.packages import needs_rtx
 from tests.still_export.targets.ort.test_native import built
 from tests.still_export.verbs import call
@@ -62,6 +63,22 @@ def test_a_package_in_half_precision(family: str, tmp_path: Path, capsys: pytest
     assert call("verify", tmp_path / "package", "--lengths", "1,65", "--decode-steps", "4", "--quiet") == 0, (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
+def test_layers_that_share_weights(flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shared weight is stored once, and one that is changed is seen."""
+    model = linear_model(
+        "zamba2",
+        seed=1,
+        **(dict.fromkeys(("hidden_size", "intermediate_size"), 96) | {"adapter_rank": 32} if flags else {}),
+    )
+    demand_package(
+        model, tmp_path, capsys, *flags, short=True, plant=None if flags else ((".block_norm.weight",), add_half)
+    )
+    weights = onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.initializer
+    assert sum(".block_norm." in weight.name for weight in weights) == 1
 
 
 @pytest.mark.slow
