@@ -225,7 +225,8 @@ def test_a_wrong_state_row_fails(built: Path, answers: Path, monkeypatch: pytest
     monkeypatch.setattr(TrtModel, "state_arrays", swapped)
     found = broken(built, answers)
     wrong = failed(found)
-    assert {name.partition(": ")[2] for name in wrong} == {"present_window_value.1"}
+    # States that were kept and go on carry the wrong row into others.
+    assert {n.partition(": ")[2] for n in wrong if "restored" not in n} == {"present_window_value.1"}
     assert any("ragged batch" in name for name in wrong) and any("steps after" in name for name in wrong)
     assert found["first_diverging_layer"] == 1
 
