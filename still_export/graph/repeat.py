@@ -234,8 +234,11 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
         read = dependent.intersection(node.inputs)
         for value in read:
             maker = value.producer()
-            known = value in (allowed, results[FIRST])  # all may read what the first one does, which is no template
-            if not known and here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
+            allowed_here = value in (
+                allowed,
+                results[FIRST],
+            )  # all may read what the first one does, which is no template
+            if not allowed_here and here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
                 raise LayersDiffer(f"{node.name} reads {value.name} of another layer, which is no hidden state.")
         if read:
             dependent.update(node.outputs)

@@ -18,6 +18,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text
+from still_export.serving import rows
 from still_export.serving.requests import Event, QueueFullError, Request, StoppingError
 from still_export.serving.scheduler import Scheduler
 from tests.still_export.serving.conftest import CONTEXT
@@ -333,7 +334,7 @@ def test_what_nobody_foresaw_ends_requests_not_the_thread(
 
 
 def test_an_idle_model_gives_its_memory_back(shared: OrtModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.serving.rows.IDLE_TOKENS", 50)
+    monkeypatch.setattr(rows, "IDLE_TOKENS", 50)
     scheduler = Scheduler(shared, text, rows=2)
     client = Client(Case(0, 120, 3))
     scheduler.submit(client.request)
