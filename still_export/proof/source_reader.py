@@ -7,6 +7,7 @@ reference, so a fault of the loader is seen nowhere else.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import math
@@ -63,7 +64,7 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
         verdict.add(_check_tensors(source, reading, _fresh(source) if options.attach_untrained else frozenset()))
         prompts = _prompts(source, options)
         if reading.logits is not None:
-            source = _with_routers_apart(source, reading, verdict)
+            source = _with_routers_apart(_as_trained(source), reading, verdict)
         if reading.logits is not None and not prompts:
             verdict.not_asked.append(
                 "logits by another program: it has softmax where this model has layers that are linear"
@@ -74,6 +75,14 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
     if right:
         verdict.checks.append(_check_logits(source, by, prompts, right))
     return verdict
+
+
+def _as_trained(source: Source) -> Source:
+    """`source` without what an export chose for running it: small caches and short capacities are in no file, and cost what they cost."""
+    config, still = copy.copy(source.config), source.config.still
+    wide = replace(still.deployment, cache=None, capacity_tokens=None, overflow="error")
+    config.still_config = replace(still, deployment=wide).to_dict()
+    return replace(source, config=config)
 
 
 def _with_routers_apart(source: Source, reading: Reading, verdict: Verdict) -> Source:

@@ -31,13 +31,13 @@ SIZES: dict[str, Any] = dict(hidden_size=64, head_dim=16, num_attention_heads=4)
 """Heads as transformers takes them of GGUF files."""
 
 
-def asked(path: Path, *overlays: Path, attach: bool = True) -> Verdict:
+def asked(path: Path, *overlays: Path, attach: bool = True, **still: Any) -> Verdict:
     options = ExportOptions(
         str(path),
         attach_untrained=attach,
         dtype="float32",
         overlays=tuple(map(str, overlays)),
-        still=STILL if attach else {},
+        still={**(STILL if attach else {}), **still},
     )
     return check_source(find_source(options), options, path, overlays)
 
@@ -85,6 +85,14 @@ def test_adapters_of_models_with_images_are_read_alike(prefix: str, tmp_path: Pa
 def test_linear_families_are_read_alike(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path)
     verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
+
+
+@pytest.mark.parametrize("still", [{"cache": "int8"}, {"capacity_tokens": 32}], ids=str)
+def test_choices_of_running_are_no_part_of_what_is_read(still: dict[str, Any], tmp_path: Path) -> None:
+    """Codes of a small cache alone move logits further than two readers may differ."""
+    linear_model("qwen3_5_text").save_pretrained(tmp_path)
+    verdict = asked(tmp_path, attach=False, **still)
     assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
 
 
