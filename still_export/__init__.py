@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from still_export.api import prove as prove
     from still_export.api import verify as verify
     from still_export.folders.demo import demo_model_path as demo_model_path
+    from still_export.graph.options import ExportOptions as ExportOptions
     from still_export.loading.language_model import LanguageModel as LanguageModel
     from still_export.mixers.config import StillConfig as StillConfig
     from still_export.models import attach_untrained as attach_untrained
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "api": ("bench", "evaluate", "export", "load", "lower", "prove", "verify"),
     "folders.demo": ("demo_model_path",),
+    "graph.options": ("ExportOptions",),
     "loading.language_model": ("LanguageModel",),
     "mixers.config": ("StillConfig",),
     "models": ("attach_untrained", "forward_with_state"),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from still_export.evaluation.bench import Measurement
     from still_export.evaluation.evaluate import Evaluation
     from still_export.evaluation.prove import Proven
+    from still_export.graph.options import ExportOptions
     from still_export.package.folder import Package
     from still_export.proof.package import VerifyResult
 
@@ -20,7 +21,7 @@ Options = TypeVar("Options")
 
 
 def export(
-    model: str | Path,
+    model: str | Path | ExportOptions,
     output: str | Path,
     *,
     to: str = "onnx",
@@ -33,7 +34,8 @@ def export(
         still_export.export("MODEL", "DIR", to="trt", dtype="float16")
 
     Args:
-        model: Folder, GGUF file or hub id.
+        model: Folder, GGUF file or hub id; or, as in scripts of 0.1, a record of all that an export asks, whose target's `options` are a
+            record, too.
         output: The package folder; it appears only once it is complete.
         to: Target named as in `--to`, or a record's name.
         force: Replace `output`.
@@ -50,6 +52,9 @@ def export(
     from still_export.targets import export as targets_export
     from still_export.targets.registry import TARGETS
 
+    if isinstance(model, ExportOptions):
+        _demand_known(options, ["options"])
+        return targets_export.export(model, output, to=to, force=force, dump_dir=dump_dir, **options)
     _demand_known(
         options, {*names_of(ExportOptions), *names_of(StillChoices), *(flag for t in TARGETS for flag in t.flags)}
     )

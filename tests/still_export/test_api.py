@@ -22,6 +22,7 @@ from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.stop_texts import StopTexts, until
+from still_export.targets.ort.options import OrtOptions
 from tests.still_export.verbs import call
 
 pytest.importorskip("onnxruntime")
@@ -418,6 +419,14 @@ def test_verbs_are_functions_of_their_flags(tmp_path: Path) -> None:
     assert lowered.manifest["target"] == "web"
     (measured,) = still_export.bench(package.path, lengths=(40,), steps=2)
     assert measured.length == 40
+
+
+def test_a_record_is_asked_as_its_flags_are(tmp_path: Path) -> None:
+    record = still_export.ExportOptions(str(SMALL), dtype="float32", still={"capacity_tokens": 300})
+    package = still_export.export(record, tmp_path / "package", options=OrtOptions(native=False))
+    assert package.manifest["capacity"]["capacity_tokens"] == 300 and "native" not in package.manifest
+    with pytest.raises(ConfigError, match="the option dtype"):
+        still_export.export(record, tmp_path / "other", dtype="float16")
 
 
 @pytest.mark.slow
