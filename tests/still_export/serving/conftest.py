@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+import still_export
 from still_export.graph.options import ExportOptions
 from still_export.targets.export import export
 from tests.still_export.tiny import MIXED, still_model
 from tests.still_export.training import byte_tokenizer
+
+if TYPE_CHECKING:
+    from still_export import LanguageModel
+    from tests.still_export.serving.served import Served
 
 CONTEXT = 200
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
@@ -33,6 +40,22 @@ def exported(folder: Path, family: str, speculate: int = 0, **still: str) -> Pat
 def byte_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package as it is without options."""
     return exported(tmp_path_factory.mktemp("served"), "llama")
+
+
+@pytest.fixture(scope="module")
+def served(byte_package: Path) -> Iterator[Served]:
+    """A server of it, for three users at a time."""
+    from still_export.serving.app import Settings
+    from tests.still_export.serving.served import serve
+
+    with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=8, piece=16) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def model(byte_package: Path) -> LanguageModel:
+    """The same package in this process."""
+    return still_export.load(byte_package, threads=1)
 
 
 @pytest.fixture(scope="session")

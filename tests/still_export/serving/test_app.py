@@ -37,17 +37,6 @@ openai = pytest.importorskip("openai")
 KEY = "sésame"
 
 
-@pytest.fixture(scope="module")
-def served(byte_package: Path) -> Iterator[Served]:
-    with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=8, piece=16) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def model(byte_package: Path) -> still_export.LanguageModel:
-    return still_export.load(byte_package, threads=1)
-
-
 def test_completions_are_those_of_run(served: Served, model: still_export.LanguageModel) -> None:
     client = served.client()
     assert [m.id for m in client.models.list().data] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,8 @@ import still_export
 from still_export.cli.main import main
 from still_export.evaluation.evaluate import answered
 from still_export.evaluation.served import ServedModel
-from still_export.serving.app import Settings
-from tests.still_export.serving.test_app import Served, serve
+from tests.still_export.serving.test_app import Served
 from tests.still_export.training import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def served(byte_package: Path) -> Iterator[Served]:
-    with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=8, piece=16) as served:
-        yield served
 
 
 def test_a_server_is_evaluated(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,9 +11,8 @@ import numpy as np
 import pytest
 
 import still_export
-from still_export.serving.app import Settings
 from tests.still_export.serving.conftest import CONTEXT
-from tests.still_export.serving.served import Served, serve
+from tests.still_export.serving.served import Served
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -33,17 +30,6 @@ TOOLS = [
     for name, schema in (("now", SCHEMA), ("end", {"type": "object", "properties": {}, "additionalProperties": False}))
 ]
 HELLO = [{"role": "user", "content": "Hello."}]
-
-
-@pytest.fixture(scope="module")
-def served(byte_package: Path) -> Iterator[Served]:
-    with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=8, piece=16) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def model(byte_package: Path) -> still_export.LanguageModel:
-    return still_export.load(byte_package, threads=1)
 
 
 def test_several_prompts_and_answers(served: Served, model: still_export.LanguageModel) -> None:
