@@ -232,13 +232,9 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
         here = owner.get(node, len(graph))
         allowed = found[here].input if here in found else hidden
         read = dependent.intersection(node.inputs)
-        for value in read:
+        for value in read - {allowed, results[FIRST]}:  # all may read what the first one does, which is no template
             maker = value.producer()
-            allowed_here = value in (
-                allowed,
-                results[FIRST],
-            )  # all may read what the first one does, which is no template
-            if not allowed_here and here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
+            if here >= 0 and (maker is None or owner.get(maker, len(graph)) != here):
                 raise LayersDiffer(f"{node.name} reads {value.name} of another layer, which is no hidden state.")
         if read:
             dependent.update(node.outputs)
