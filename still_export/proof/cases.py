@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ class Case:
         unreported: By layer, tokens [B, N] with a near tie whose choice the target does not report. Their logits and states of later
             layers are not compared.
         overflow, right_overflow: Where the own run and the reference are not finite; None: nowhere.
+        amplified: Errors as of `own` that runs with disturbed inputs let expect; empty: no such run was made.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     unreported: Mapping[int, np.ndarray] = field(default_factory=dict)
     overflow: Overflow | None = None
     right_overflow: Overflow | None = None
+    amplified: list[Arrays] = field(default_factory=list)
 
     @cached_property
     def largest(self) -> dict[str, float]:
@@ -101,6 +103,12 @@ class Case:
         for arrays, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
             arrays.update(more)
         self.step_logits = known.step_logits
+
+    def amplifying(self, disturbed: Case) -> Case:
+        """This case, whose rows may err as many times the usual own error as a disturbance of the input grows in them."""
+        both = zip(self.own, self.amplified or self.own, disturbed.own, strict=True)
+        rows = [{n: np.fmax(old[n], _grown(x, more[n])) for n, x in each.items()} for each, old, more in both]
+        return replace(self, amplified=rows)
 
     def same_experts(self, seen: Sequence[np.ndarray]) -> bool:
         """Whether PyTorch chose the same experts [B, N, k] as the runtime, in each layer that reports them."""
@@ -212,6 +220,16 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
 
     total = sum(_each_block(measure, range(0, found.shape[1], size)))
     return found.reshape(2, *rows), total
+
+
+def _grown(own: np.ndarray, disturbed: np.ndarray) -> np.ndarray:
+    """The usual of `own` errors [2, ...], times what each of `disturbed` is of their usual one."""
+    known = np.isfinite(own).all(0) & np.isfinite(disturbed).all(0)
+    if not known.any():
+        return own
+    usual, of = (np.median(x[:, known].astype(np.float64), 1) for x in (own, disturbed))
+    factors = np.divide(usual, of, out=np.zeros(2), where=of > 0).reshape(2, *[1] * (own.ndim - 1))
+    return np.asarray(np.where(np.isfinite(disturbed), disturbed * factors, own), own.dtype)
 
 
 def are_zeros(array: np.ndarray) -> bool:

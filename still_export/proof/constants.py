@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 15
+PROOF_VERSION = 16
 """Version of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 TIMES = 48.0
 """Allowed error of a row, in multiples of PyTorch's own in the same type. Two correct orders of summation differ by up to 12 times a row's
 usual error; a wrong graph in float32 differs by thousands."""
+DISTURBED, FEW_TIMES = 2, 8.0
+"""Own runs with disturbed inputs, for cases of which nothing is more than FEW_TIMES beyond its bound."""
 ROUNDINGS = 64
 """Roundings of float32, of half a unit each, by which a number may differ even if PyTorch errs less: a chunk has as many terms."""
 USELESS = 1.0

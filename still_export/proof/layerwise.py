@@ -49,6 +49,9 @@ class LayerwiseModel:
         dtype: Type of the computation; None: the source's types.
         near: How far from halfway between two 8-bit codes a number of a cache may round either way, at random.
         scalars: Type to which factors that are Python numbers are rounded, as a graph in that type stores them.
+
+    Attributes:
+        disturbed: Draws what each number of the embedding is multiplied by, 1 within the root of the type's epsilon. None: nothing is.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class LayerwiseModel:
         near: float = 0.0,
         scalars: torch.dtype | None = None,
     ) -> None:
+        self.disturbed: torch.Generator | None = None
         self.scalars = scalars
         self.near, self.draws = near, torch.Generator().manual_seed(0)
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
@@ -107,7 +111,11 @@ class LayerwiseModel:
             inside = tokens[(tokens >= first) & (tokens < first + len(piece))] - first
             found.append(self._widened(piece[torch.from_numpy(inside)], weights[EMBEDDING]))
             first += len(piece)
-        embedding.weight, embedding.padding_idx = torch.nn.Parameter(torch.cat(found), requires_grad=False), None
+        rows = torch.cat(found)
+        if self.disturbed is not None:
+            share = 2 * torch.rand(rows.shape, generator=self.disturbed, dtype=torch.float64).to(rows.device) - 1
+            rows = (rows * (1 + torch.finfo(rows.dtype).eps ** 0.5 * share)).to(rows.dtype)
+        embedding.weight, embedding.padding_idx = torch.nn.Parameter(rows, requires_grad=False), None
         return model
 
     def heads(self, model: Any) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
-from still_export.proof.constants import NEAR_CODE
+from still_export.proof.constants import DISTURBED, NEAR_CODE
 from still_export.proof.judge import Report
 from still_export.proof.prompts import Ranges
 from still_export.proof.sessions import WIDENED, Subject, widened_manifest
@@ -145,6 +145,10 @@ def _compare(
         if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
             cases.forget()
             report = verifier.run(folder, say, save_calls)
+        for seed in range(DISTURBED):
+            if not (report.may_be_rounding and cases.disturb({each.case for each in report.mismatches}, seed)):
+                break
+            report = verifier.run(folder, say, save_calls)
     except RunError as error:
         if folder is not None:
             raise
@@ -222,6 +226,18 @@ class DrawnOnce:
 
     def forget(self) -> None:
         self._drawn = {}
+
+    def disturb(self, names: Collection[str], seed: int) -> bool:
+        """Let bounds of the cases of these names, or that they begin with, grow where they amplify; returns whether the source can."""
+        from still_export.proof.torch_cases import TorchCases
+
+        if not isinstance(self.source, TorchCases):
+            return False
+        cases = {n: case for n, case in self._drawn.items() if any(name.startswith(case.name) for name in names)}
+        decisions = {self.numbers[n]: self._decisions[n] for n in cases if n in self._decisions}
+        found = self.source.draw_disturbed([self.numbers[n] for n in cases], decisions, seed)
+        self._drawn |= {n: case.amplifying(more) for (n, case), more in zip(cases.items(), found, strict=True)}
+        return True
 
 
 def torch_cases(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from still_export.package.calls import Arrays, image_inputs, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
@@ -80,6 +81,14 @@ class TorchCases:
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
         return cases
+
+    def draw_disturbed(self, numbers: Sequence[int], decisions: DecisionsByCase, seed: int) -> list[Case]:
+        """Like `draw`; the own run's embeddings are not quite the model's (`LayerwiseModel.disturbed`)."""
+        self.own.disturbed = torch.Generator().manual_seed(seed)
+        try:
+            return self.draw(numbers, decisions)
+        finally:
+            self.own.disturbed = None
 
     def causality(self) -> Check:
         """Whether a later token changes an earlier answer of the reference: a prompt whole and in two pieces."""

@@ -23,6 +23,7 @@ from still_export.proof.judge import Bounds, Report
 from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts, Ranges
 from still_export.proof.recorded import RecordedCases, record_cases
+from still_export.proof.runs import DrawnOnce
 from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Subject
 from still_export.proof.torch_cases import TorchCases
@@ -245,3 +246,27 @@ def test_a_reference_in_which_later_tokens_change_earlier_answers_fails(monkeypa
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: own(mlp, x) + 1e-4 * x.mean(1, keepdim=True))
     assert not asked.cases.causality().passed
+
+
+def test_a_disturbance_says_which_rows_amplify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer that multiplies differences of a few tokens, rows of those grow in layers behind it; all others stay as they were."""
+    kind = type(still_model("llama", torch.float32).model.layers[0].mlp)
+    own = kind.forward
+
+    def steep(mlp: Any, x: Tensor) -> Tensor:
+        few = x[..., :1].abs() > 2.2
+        return own(mlp, x) + few * torch.sin(300 * x) / 30
+
+    monkeypatch.setattr(kind, "forward", steep)
+    asked = Asked(None)
+    cases = DrawnOnce(asked.cases)
+    numbers = range(cases.count)
+    before = cases.draw(numbers)
+    name = before[1].name
+    assert cases.disturb({name}, 0)
+    after = cases.draw(numbers)
+    assert [n for n in numbers if after[n].amplified] == [1]
+    keys = [rows[0]["present_window_key.1"][0] for rows in (before[1].own, after[1].amplified)]
+    known = np.isfinite(keys[0]) & (keys[0] > 0)
+    shares = keys[1][known] / keys[0][known]
+    assert np.median(shares) < 2 and shares.max() > 3

@@ -40,6 +40,24 @@ def test_a_row_may_err_where_pytorchs_own_does() -> None:
     assert not found.passed and found.worst_place == (0, 8) and 0.49 < found.worst < 0.7
 
 
+def test_a_row_may_err_as_many_times_as_it_amplifies() -> None:
+    """Of an own run that erred little by luck."""
+    exact, own, actual = drawn((1, 300, 50), 1e-5)
+    disturbed = exact + 1e-2 * np.random.default_rng(1).standard_normal(exact.shape)
+    actual[0, 7] += 5e-3
+    disturbed[0, 7] += 3.0
+    case = case_of(exact, own, LOGITS)
+    assert not judged(exact, own, actual).passed
+    grown = case.amplifying(case_of(exact, disturbed, LOGITS))
+    bounds = Bounds([grown])
+    errors = row_errors(exact, actual)
+    assert (errors <= bounds.rows(grown, 0, LOGITS)).all()
+    errors[0, 0, 8] += 5e-3
+    assert np.argwhere(errors > bounds.rows(grown, 0, LOGITS)).tolist() == [[0, 0, 8]]
+    zeros = case.amplifying(case_of(exact, np.full_like(exact, np.inf), LOGITS))
+    assert (zeros.amplified[0][LOGITS] == case.own[0][LOGITS]).all()
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1e-6])
 def test_one_wrong_slot_of_one_head_is_found(scale: float) -> None:
     exact, own, actual = drawn((2, 3, 40, 8), scale)
