@@ -11,7 +11,7 @@ from still_export.folders.families import SOFTMAX
 from still_export.gguf.architectures import ROPE_TABLE, place, read_config, target_of
 from still_export.gguf.container import Container, open_gguf
 from still_export.gguf.shared import BLOCK, ENCODERS, GUESSES, Architecture, Config, View, what_of
-from still_export.gguf.tokenizer import make_tokenizer, templates
+from still_export.gguf.tokenizer import read_facts, templates
 from still_export.gguf.types import BLOCKS, FORMS, bits_of
 
 _PRESERVED = {*BLOCKS, *FORMS}
@@ -104,16 +104,16 @@ def _weights(file: Container) -> str:
 
 def _tokenizer(file: Container) -> str:
     try:
-        made = make_tokenizer(file)
+        facts = read_facts(file)
     except ModelNotFoundError as error:
         return f"none, so a package accepts token ids only: {error}"
     except StillExportError as error:
         return f"not read: {error}"
     rule = file.value("tokenizer.ggml.pre", None)
-    names = "".join(f", {n} {made.names[f'{n}_token']!r}" for n in ("bos", "eos") if f"{n}_token" in made.names)
+    names = "".join(f", {n} {facts.names[f'{n}_token']!r}" for n in ("bos", "eos") if f"{n}_token" in facts.names)
     return (
-        f"{file.value('tokenizer.ggml.model')}{f' ({rule})' if rule else ''}, {made.tokenizer.get_vocab_size():,} tokens{names}"
-        f"{', texts begin with bos' if made.begins else ''}"
+        f"{file.value('tokenizer.ggml.model')}{f' ({rule})' if rule else ''}, {len(facts.vocabulary.tokens):,} tokens{names}"
+        f"{', texts begin with bos' if facts.begins else ''}"
     )
 
 

@@ -47,21 +47,23 @@ class _Vocabulary:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A file's tokenizer.
+class Facts:
+    """What a file's keys say of its tokenizer.
 
     Attributes:
         names: Special tokens under transformers' names: bos_token, eos_token, unk_token, pad_token.
         begins: Whether each text begins with bos.
+        adds_eos: Whether eos follows each text, where there is one.
     """
 
-    tokenizer: Tokenizer
+    vocabulary: _Vocabulary
     names: dict[str, str]
     begins: bool
+    adds_eos: bool
 
 
-def make_tokenizer(file: Container) -> Made:
-    """Make the tokenizer of a GGUF file.
+def read_facts(file: Container) -> Facts:
+    """Read the keys of a GGUF file's tokenizer without building it, which takes seconds for large vocabularies.
 
     Raises:
         CheckpointError: Its parts do not fit together.
@@ -79,24 +81,37 @@ def make_tokenizer(file: Container) -> Made:
             "Use the model's Hugging Face folder."
         )
     vocabulary = _vocabulary(file)
+    pieces = kind == "llama"
+    adds_bos = pieces or rule_of(file.value("tokenizer.ggml.pre", None), path).adds_bos
+    key = "tokenizer.ggml.scores" if pieces else "tokenizer.ggml.merges"
+    found = file.fields.get(key)
+    if found is None or not found.contents(slice(1)):
+        _demand_plain(vocabulary, key)
+    adds_bos = bool(file.value("tokenizer.ggml.add_bos_token", adds_bos))
+    adds_eos = bool(file.value("tokenizer.ggml.add_eos_token", False))
+    fields = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    names = {field: token for field, name in fields.items() if (token := vocabulary.named(name)) is not None}
+    return Facts(vocabulary, names, adds_bos and "bos_token" in names, adds_eos)
+
+
+def make_tokenizer(file: Container) -> tuple[Tokenizer, Facts]:
+    """Make the tokenizer of a GGUF file; errors: see `read_facts`."""
+    facts = read_facts(file)
+    vocabulary = facts.vocabulary
     try:
-        made, adds_bos, adds_eos = _MAKERS[kind](file, vocabulary)
+        made = _MAKERS[str(file.value("tokenizer.ggml.model"))](file, vocabulary)
     except (CheckpointError, UnsupportedModelError):
         raise
     except BaseException as error:  # the library's panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(
-            f"the tokenizer of {path} cannot be built: {' '.join(str(error).split())}. The file is damaged; fetch it again."
+            f"the tokenizer of {file.path} cannot be built: {' '.join(str(error).split())}. The file is damaged; fetch it again."
         ) from error
     _add(made, vocabulary)
     _check(made, vocabulary)
-    adds_bos = bool(file.value("tokenizer.ggml.add_bos_token", adds_bos))
-    adds_eos = bool(file.value("tokenizer.ggml.add_eos_token", adds_eos))
-    _surround(made, vocabulary, adds_bos, adds_eos)
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {token_name: token for token_name, name in names.items() if (token := vocabulary.named(name)) is not None}
-    return Made(made, found, adds_bos and "bos_token" in found)
+    _surround(made, facts)
+    return made, facts
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -104,10 +119,8 @@ def read_tokenizer(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     file = open_gguf(path)
-    made = make_tokenizer(file)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made.tokenizer, clean_up_tokenization_spaces=False, **made.names
-    )
+    made, facts = make_tokenizer(file)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **facts.names)
     named = templates(file)
     tokenizer.chat_template = named if named.keys() - {"default"} else named.get("default")
     return tokenizer
@@ -141,20 +154,18 @@ def _vocabulary(file: Container) -> _Vocabulary:
     return _Vocabulary(file.path, tokens, kinds, ids)
 
 
-def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
+def _byte_level(file: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """Merges of bytes, as in GPT-2."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     rule = rule_of(file.value("tokenizer.ggml.pre", None), file.path)
     merges = _pairs(file, file.value("tokenizer.ggml.merges", []))
-    if not merges:
-        _demand_plain(vocabulary, "tokenizer.ggml.merges")
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.ignore_merges))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
     if rule.composed:
         made.normalizer = normalizers.NFC()
-    return made, rule.adds_bos, False
+    return made
 
 
 def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
@@ -180,15 +191,12 @@ def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
+def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """Merges by the score of the result, with bytes for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
-    scores = file.value("tokenizer.ggml.scores", None)
-    if scores is None:
-        _demand_plain(vocabulary, "tokenizer.ggml.scores")
-        scores = [0.0] * len(tokens)
+    scores = file.value("tokenizer.ggml.scores", None) or [0.0] * len(tokens)
     plain = {token: number for number, token in enumerate(tokens) if kinds[number] == _NORMAL}
     merges = []
     for token, number in plain.items():
@@ -209,11 +217,11 @@ def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer
     made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return made, True, False
+    return made
 
 
 _MAKERS = {"gpt2": _byte_level, "llama": _sentence_piece}
-"""By `tokenizer.ggml.model`: returns (tokenizer, whether a token precedes each text, whether one follows)."""
+"""By `tokenizer.ggml.model`."""
 
 
 def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
@@ -235,12 +243,13 @@ def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
             )
 
 
-def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool) -> None:
+def _surround(made: Tokenizer, facts: Facts) -> None:
     """Add the tokens that the file requires before and after each text."""
     from tokenizers import processors
 
-    begin = vocabulary.named("bos") if adds_bos else None
-    end = vocabulary.named("eos") if adds_eos else None
+    vocabulary = facts.vocabulary
+    begin = vocabulary.named("bos") if facts.begins else None
+    end = vocabulary.named("eos") if facts.adds_eos else None
     if begin is None and end is None:
         return
     around = [token for token in (begin, "$A", end) if token is not None]

@@ -159,8 +159,8 @@ def test_names_of_families_are_those_of_the_models() -> None:
     assert is_known("still_llama") and is_known("lfm2") and not is_known("bert")
 
 
-def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
-    """They take seconds."""
+def test_no_slow_library_is_imported(tmp_path: Path) -> None:
+    """They take seconds, as does a tokenizer of many merges."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
     for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
@@ -169,6 +169,7 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     writer.add_key_length(1)
     writer.add_value_length(1)
     writer.add_head_count_kv(2)
+    writer.add_tokenizer_model("llama"), writer.add_token_list(["<s>", "a"]), writer.add_token_scores([0.0, 1.0])
     for name in ("token_embd", *(f"blk.{layer}.attn_{part}" for layer in range(2) for part in "qk")):
         writer.add_tensor(f"{name}.weight", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
@@ -178,6 +179,7 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     write(tmp_path / "folder", QWEN, TENSORS)
     program = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "if 'm.gguf' in sys.argv[2]: sys.modules['tokenizers'] = None\n"
         "from still_export.cli.main import main; main()"
     )
     for path, said in (("m.gguf", "qwen3 (architecture qwen3), 2 layers"), ("folder", "qwen3_5_text, 2 layers")):

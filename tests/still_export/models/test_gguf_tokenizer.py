@@ -12,6 +12,7 @@ from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, GPTNeoX
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.gguf.container import open_gguf
 from still_export.gguf.rules import RULES
 from still_export.models.gguf import read_tokenizer
 from still_export.models.read.tokenizer_file import TEXTS, write_tokenizer
@@ -205,3 +206,31 @@ def test_a_written_file_gives_the_tokenizers_ids(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="contradict"):
         write_tokenizer(Other(), tmp_path / "out", "m.gguf")
+
+
+LISTS: dict[str, Any] = {
+    "texts": ["", "a", "\u4e16\u754c", "longer than eight bytes"],
+    "whole": [3, -1, 7],
+    "floats": [0.5, -2.25],
+    "truths": [True, False, True],
+    "nested": [[1, 2], [3, 4]],
+}
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+def test_lists_are_read_as_the_library_reads_them(order: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3", endianess=gguf.GGUFEndian[order])
+    for name, values in LISTS.items():
+        writer.add_array(name, values)
+    writer.add_uint32("behind", 77)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    found, right = open_gguf(path), gguf.GGUFReader(path)
+    assert found.fields.keys() == right.fields.keys() > {*LISTS, "behind"}
+    for name, field in right.fields.items():
+        assert found.value(name) == field.contents(), name
+    whole = path.read_bytes()
+    for size in range(24, len(whole) - gguf.GGUF_DEFAULT_ALIGNMENT, 3):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            open_gguf(path)
