@@ -20,12 +20,14 @@ from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
 from still_export.folders.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from still_export.folders.families import LINEAR, NEWER, NOT_COVERED, SOFTMAX, TEXT_OF, whole_config
 from still_export.folders.files import Config, Files
+from still_export.folders.origin import CARD, card_origin, gguf_origin
 from still_export.folders.tokenizer import read_folder_tokenizer
 from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
+from still_export.gguf.container import open_gguf
 from still_export.gguf.tokenizer import read_tokenizer
 from still_export.package.files import is_gguf
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", CARD]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPECIAL = {
     stat.S_IFIFO: "a named pipe",
@@ -84,6 +86,13 @@ class ModelFolder(Files):
     def adapter(self) -> dict[str, Any] | None:
         """adapter_config.json; None: there is none."""
         return read_adapter_config(self) if self.has(ADAPTER_CONFIG) else None
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """What authors state: `name`, `license`, `base_model` and others where stated; `overlays`: the same of overlays."""
+        found = gguf_origin(open_gguf(self.place).fields) if is_gguf(self.place) else card_origin(self)
+        overlays = [overlay.origin for overlay in self.overlays if overlay.origin]
+        return {**found, **({"overlays": overlays} if overlays else {})}
 
     @cached_property
     def weights(self) -> list[Path]:

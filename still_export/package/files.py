@@ -33,8 +33,17 @@ VISION = "vision.onnx"
 """The graph of the image encoder; its weights are in a file of their own."""
 PLUGIN = "libstill_tensorrt"
 """Prefix of the names of plugin libraries."""
-RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
-"""Metadata entries of the graph, as JSON, and the manifest's fields they come from."""
+WEIGHTS_HASH = "still.portable"
+RECORDED = {
+    "still.capacity": "capacity",
+    "still.quantization": "quantization",
+    "still.origin": "origin",
+    WEIGHTS_HASH: "portable",
+}
+"""Metadata entries of the graph, as JSON, and the manifest's fields they come from. The portable graph is written before its weights' hash
+is known."""
+COMPONENT = "component.json"
+"""The package as a component of one of ONNX Runtime's model packages."""
 
 
 _STAND_INS = (

@@ -62,6 +62,17 @@ class Model(Record):
     all_logits: bool
 
 
+class Origin(Record):
+    """What the model's authors state, by fields of model cards; `overlays`: the same of its overlays."""
+
+    name: str = ""
+    license: str = ""
+    license_name: str = ""
+    license_link: str = ""
+    base_model: list[str] = Field(default_factory=list)
+    overlays: list[dict[str, Any]] = Field(default_factory=list)
+
+
 class Capacity(Record):
     """Number of tokens that the states are sized for, and whether more are refused."""
 
@@ -210,6 +221,7 @@ class Manifest(Record):
     states: list[State]
     eos_token_ids: list[Whole]
     chat: Chat | None = None
+    origin: Origin | None = None
     portable: str | None = None
     state_identity: str | None = None
     feeding: Feeding | None = None

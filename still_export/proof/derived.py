@@ -110,6 +110,7 @@ def _derive(package: Package, options: ExportOptions, narrow: str | None, say: P
                 manifest.get("portable"),
                 (manifest.get("quantization") or {}).get("calibration"),
                 narrow,
+                manifest.get("origin"),
                 lambda step, *_: say(f"exporting again: {step}", 0, 0),
             )
         except (StillExportError, ValueError, TypeError, KeyError) as error:

@@ -114,6 +114,7 @@ def derive(
     portable: str | None = None,
     calibration: dict[str, Any] | None = None,
     narrow: str | None = None,
+    origin: dict[str, Any] | None = None,
     progress: Progress = silent,
 ) -> tuple[set[str], bool]:
     """Export into the existing, empty `folder` without reading weights and compiling kernels, to compare a package with.
@@ -121,6 +122,7 @@ def derive(
     Args:
         portable: The identity of the portable package, which depends on the weights.
         calibration: The calibration that the package's manifest records.
+        origin: What the package's manifest says of the model's origin.
         narrow: Type that the portable package is narrowed to, as `lower --dtype` does.
 
     Returns:
@@ -141,6 +143,7 @@ def derive(
         progress=progress,
         holes=holes,
         calibration=calibration,
+        origin=origin or {},
     )
     if narrow is not None:
         wide, hub = hub, folder / f".{narrow}.part"

@@ -18,7 +18,17 @@ from still_export.errors import ConfigError, PackageError
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import load_graph, place_weights, save_streaming
 from still_export.options import flag_of
-from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
+from still_export.package.files import (
+    COMPONENT,
+    DATA,
+    FOLD,
+    HEAD,
+    MANIFEST,
+    MODEL,
+    PORTABLE,
+    WEIGHTS_HASH,
+    recorded_text,
+)
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.package.programs import PROGRAMS
 from still_export.targets import registry
@@ -185,6 +195,7 @@ def lower_into(
         FOLD,
         HEAD,
         MANIFEST,
+        COMPONENT,
         *PROGRAMS.values(),
         *([DATA] if rewritten else []),
         *([native["library"]] if native else []),
@@ -225,6 +236,7 @@ def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str])
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     drop_idle_weights(model.graph)
+    model.metadata_props[WEIGHTS_HASH] = recorded_text(lowering.manifest, "portable")
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
     if rewritten:
         save_streaming(

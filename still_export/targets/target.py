@@ -69,7 +69,6 @@ class Target:
         options: Class of deployment options; its fields with a help text are flags. `from_manifest` reads those in a manifest.
         passes: From the portable graph to the target's, in order. They read no weights, but may define replacements for them.
         finish: Writes the target's own files and completes the manifest; called with the graph.
-        derived: Texts of files that follow from a package's folder and manifest, by name.
         traits: Traits of a package with these options, which select passes.
         demand: Raises ConfigError if the target with its options does not support an export.
         check: Raises if the target does not support a model, by its manifest and the options.
@@ -96,7 +95,6 @@ class Target:
     own_layouts: Callable[[Any], bool] | None = None
     caches: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    derived: Callable[[Path, dict[str, Any]], dict[str, str]] = lambda folder, manifest: {}
     traits: Callable[[Any], Collection[str]] = lambda options: ()
     demand: Callable[[ExportOptions, Any], None] = _nothing
     check: Callable[[dict[str, Any], Any], None] = _nothing

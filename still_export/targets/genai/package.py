@@ -63,17 +63,11 @@ def finish(lowering: Lowering, graph: Any) -> None:
     lowering.say("joining the states for genai")
     run_passes(graph, PASSES, lowering.dump)
     ir.save(graph, lowering.folder / GRAPH)
-    for name, text in derived_files(lowering.folder, lowering.manifest).items():
-        (lowering.folder / name).write_text(text, encoding="utf-8")
+    shapes = {str(v.name): [d for d in v.shape or () if isinstance(d, int)] for v in graph.graph.inputs}
+    config = genai_config(lowering.folder, lowering.manifest, shapes)
+    (lowering.folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     lowering.manifest["target"] = "genai"
     warn_of_chats(lowering.folder, lowering.manifest)
-
-
-def derived_files(folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """genai_config.json of a package whose other files exist."""
-    inputs = ir.load(folder / GRAPH).graph.inputs
-    shapes = {str(v.name): [d for d in v.shape or () if isinstance(d, int)] for v in inputs}
-    return {CONFIG: json.dumps(genai_config(folder, manifest, shapes), indent=1) + "\n"}
 
 
 def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from still_export.graph.quantization.policy import ONNXRUNTIME
-from still_export.targets.genai.package import check_genai, demand_genai, derived_files, finish
+from still_export.targets.genai.package import check_genai, demand_genai, finish
 from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.target import ORT_CPU, ready, traits
 from still_export.targets.target import Target
@@ -16,7 +16,6 @@ GENAI = Target(
     GenaiOptions,
     passes=ORT_CPU.passes,
     finish=finish,
-    derived=derived_files,
     caches=("float16", "int8"),
     lacks=("Experts",),
     traits=traits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from still_export.graph.fuse import fuse_nodes, nodes_fused
 from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
-from still_export.package.files import FOLD, HEAD, MODEL
+from still_export.package.files import COMPONENT, FOLD, HEAD, MODEL
 from still_export.package.programs import write_programs
 from still_export.package.trust import trust
 from still_export.targets.ort.kernels import add_native
@@ -162,7 +163,25 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
             ir.save(part_head(ir.load(lowering.folder / MODEL), name == HEAD), lowering.folder / name)
     if manifest.get("speculate") and len((fold := fold_graph(ir.load(lowering.folder / MODEL))).graph):
         ir.save(fold, lowering.folder / FOLD)
+    (lowering.folder / COMPONENT).write_text(component(manifest, bool(options.archs)), encoding="utf-8")
     write_programs(lowering.folder, ["ort"])
+
+
+def component(manifest: dict[str, Any], gpu: bool) -> str:
+    """component.json: the folder as a component of one of ONNX Runtime's model packages.
+
+    https://github.com/microsoft/onnxruntime/blob/main/model_package/README.md
+    """
+    device, provider = ("gpu", "CUDA") if gpu else ("cpu", "CPU")
+    variant = {
+        "variant_directory": ".",
+        "ep": f"{provider}ExecutionProvider",
+        "device": device,
+        "executor_info": {"ort": {"model_file": MODEL}},
+    }
+    known = {name: manifest[name] for name in ("origin", "portable", "state_identity") if manifest.get(name)}
+    content = {"variants": {device: variant}, "additional_metadata": {"producer": "still-export", **known}}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from still_export.folders.origin import model_license
 from still_export.graph.ahead import ahead_states, join_head
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
@@ -21,7 +22,7 @@ from still_export.models.read.source import find_folder, find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
-from still_export.package.files import DATA, PORTABLE, RECORDED, VISION, recorded_text
+from still_export.package.files import DATA, PORTABLE, RECORDED, VISION, WEIGHTS_HASH, recorded_text
 from still_export.package.folder import Package, write_manifest
 from still_export.package.refusals import RunError
 from still_export.targets.ort.options import OrtOptions
@@ -54,6 +55,7 @@ def write_portable(
     dump: Dump | None = None,
     holes: set[str] | None = None,
     calibration: dict[str, Any] | None = None,
+    origin: dict[str, Any] | None = None,
 ) -> Package:
     """Read and trace a model, and write the portable package into the existing, empty `folder`.
 
@@ -66,6 +68,7 @@ def write_portable(
         dump: Called with the graph after each pass.
         holes: As of `save_streaming`.
         calibration: The manifest's entry of an export to repeat without its text; only weights in 8 bits follow from it.
+        origin: That of an export to repeat, {} if it has none; it is taken where one side states nothing.
 
     Raises:
         StillExportError: The model cannot be read or exported.
@@ -80,6 +83,8 @@ def write_portable(
         logging.getLogger(__name__).warning("left out, not part of the language model: %s", left_out)
     model = source.outline()
     manifest = {**_describe(model, options, command), **text}
+    stated = files.origin if origin is None or (origin and files.origin) else origin
+    manifest |= {"origin": stated} if stated else {}
     if text["chat"] is not None or (folder / "tokenizer.json").is_file():
         check_vocabulary(folder, manifest["model"]["vocab_size"])
     if head is not None:
@@ -160,8 +165,14 @@ def _write_graph(
     # In the manifest these are covered by a hash; here an edit would go unnoticed.
     lowered.metadata_props.clear()
     lowered.metadata_props.update(
-        {field: recorded_text({**manifest, **entries}, name) for field, name in RECORDED.items()}
+        {
+            field: recorded_text({**manifest, **entries}, name)
+            for field, name in RECORDED.items()
+            if field != WEIGHTS_HASH
+        }
     )
+    if licence := model_license(manifest.get("origin", {})):
+        lowered.metadata_props["model_license"] = licence  # ONNX's name
 
     def written(done: int, total: int) -> None:
         give_pages_back()
