@@ -91,6 +91,23 @@ def resolve_weights(graph: onnx.ModelProto, path: Path) -> Path:
     return folder
 
 
+def stored_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """Numbers of a weight in a graph of `folder`, wherever its bytes are. The onnx package refuses links and files with several names.
+
+    Raises:
+        CheckError: The weight lies outside of the package.
+    """
+    from onnx import TensorProto, external_data_helper, numpy_helper
+
+    if tensor.data_location == TensorProto.EXTERNAL:
+        place = external_data_helper.ExternalDataInfo(tensor)
+        with inside(folder, place.location).open("rb") as file:
+            file.seek(place.offset or 0)
+            raw = file.read(-1 if place.length is None else place.length)
+        tensor = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    return np.asarray(numpy_helper.to_array(tensor))
+
+
 def save_streaming(
     model: ir.Model,
     path: Path,

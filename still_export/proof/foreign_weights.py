@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import numpy_helper
+
+from still_export.graph.weights_file import stored_array
 
 PRODUCT, ROWS, CODES = "MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"
 ALIKE = 0.35
@@ -58,14 +59,14 @@ def _is_like(weight: torch.Tensor, decoded: np.ndarray) -> bool:
 
 def _decoded(file: Path) -> Iterator[tuple[str, str, np.ndarray]]:
     """Op, name and numbers [N, K] of every low-bit weight of a graph."""
-    model = onnx.load(file)
+    model = onnx.load(file, load_external_data=False)
     graphs = [model.graph]
     for graph in graphs:
         parts = {tensor.name: tensor for tensor in graph.initializer}
         for node in graph.node:
             graphs += [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
             facts = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-            arrays = [numpy_helper.to_array(parts[n]) if n in parts else None for n in node.input]
+            arrays = [stored_array(parts[n], file.parent) if n in parts else None for n in node.input]
             if node.op_type == PRODUCT:
                 yield PRODUCT, node.input[1], _product(facts, arrays)
             elif node.op_type == ROWS:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from still_export.graph.weights_file import stored_array
 from still_export.loading.runtimes import open_runner
 from still_export.package.calls import Arrays
 from still_export.package.files import MODEL
@@ -116,13 +117,9 @@ def distinct_nodes(model: onnx.ModelProto, folder: Path) -> list[Node]:
         attributes = sorted(a.SerializeToString().hex() for a in node.attribute)
         key = json.dumps([node.op_type, attributes, sizes])
         if key not in found:
-            values = {n: numpy_helper.from_array(_array(t, folder), n) for n, t in read.items()}
+            values = {n: numpy_helper.from_array(stored_array(t, folder), n) for n, t in read.items()}
             found[key] = Node(node, OPS[node.op_type], values)
     return list(found.values())
-
-
-def _array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
-    return np.asarray(numpy_helper.to_array(tensor, str(folder)))
 
 
 def recorded_inputs(

@@ -94,9 +94,12 @@ def _widen_values(values: Iterable[onnx.ValueInfoProto]) -> None:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
 
 
-def _widen_tensor(tensor: onnx.TensorProto, folder: str = "") -> None:
+def _widen_tensor(tensor: onnx.TensorProto, folder: Path | None = None) -> None:
+    """`folder`: of weights in files; None: `tensor` has its numbers."""
+    from still_export.graph.weights_file import stored_array
+
     if tensor.data_type in HALVES:
-        values = numpy_helper.to_array(tensor, folder).astype(np.float32)
+        values = (numpy_helper.to_array(tensor) if folder is None else stored_array(tensor, folder)).astype(np.float32)
         tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
@@ -136,7 +139,7 @@ class WideModel(OrtModel):
         read = {name for node in _nodes(model.graph.node) if node.domain == CONTRIB for name in node.input}
         for tensor in model.graph.initializer:
             if tensor.name in read and tensor.data_type in HALVES:
-                _widen_tensor(tensor, str(path.parent))  # its products demand constant scales
+                _widen_tensor(tensor, path.parent)  # its products demand constant scales
         resolve_weights(model, path)
         widen(model)
         return model
