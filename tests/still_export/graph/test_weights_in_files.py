@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ from still_export.graph.weights_file import stored_array
 from still_export.package.refusals import CheckError
 
 RANDOM = np.random.default_rng(0)
-WEIGHTS = {
+WEIGHTS: dict[str, Any] = {
     "single": RANDOM.normal(size=(33, 7)).astype(np.float32),
     "half": RANDOM.normal(size=(5, 129)).astype(np.float16),
     "bfloat16": RANDOM.normal(size=300).astype(ml_dtypes.bfloat16),
