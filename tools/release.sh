@@ -102,7 +102,7 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
         "${STILL_DEBIAN:-$(. /etc/os-release; echo "$VERSION_CODENAME")}" "$root"
     minor=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     rm -rf "$root/opt/site" "$root/opt/trial"
-    "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_28 --python-version "$minor" --target "$root/opt/site" \
+    "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_31 --python-version "$minor" --target "$root/opt/site" \
         --find-links "$out" --only-binary :all: "still-export[cpu,kernels]==$version"
     "$tools/uv" pip freeze --path "$root/opt/site" \
         | "$tools/cyclonedx-py" requirements --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" -
