@@ -56,7 +56,10 @@ class ExportOptions:
     )
     all_logits: bool = option(False, "Logits of every position, not of the last token.", panel=MODEL)
     overlays: tuple[str, ...] = option(
-        (), "Adapter to add: any LoRA of PEFT, or what `linearize` trained; repeatable.", flag="--overlay", panel=MODEL
+        (),
+        "Adapter to add: a plain LoRA of PEFT, or what `linearize` trained; repeatable.",
+        flag="--overlay",
+        panel=MODEL,
     )
     revision: str | None = option(None, "Revision of a hub id.", panel=MODEL)
     still: dict[str, Any] = field(default_factory=dict)

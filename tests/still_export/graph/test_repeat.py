@@ -77,6 +77,10 @@ def test_linear_families(family: str, tmp_path: Path) -> None:
         changes["mlp_layer_types"] = ["dense"] * 7
     if family == "bamba":
         changes["attn_layer_indices"] = [1, 5]
+    if family == "rat":
+        changes["num_layers"] = 7
+    if family == "minicpm_sala":
+        changes["mixer_types"] = [("lightning-attn", "minicpm4")[i in (1, 5)] for i in range(7)]
     linear_model(family, **changes).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     check(model, len(set(trace_model(model).alike)))
