@@ -228,10 +228,13 @@ class DrawnOnce:
         self._drawn = {}
 
     def disturb(self, names: Collection[str], seed: int) -> bool:
-        """Let bounds of the cases of these names, or that they begin with, grow where they amplify; returns whether the source can."""
+        """Let bounds of the cases of these names, or that they begin with, grow where they amplify; returns whether the source can: in
+        float32, where a disturbance is small and still far beyond rounding."""
+        import torch
+
         from still_export.proof.torch_cases import TorchCases
 
-        if not isinstance(self.source, TorchCases):
+        if not isinstance(self.source, TorchCases) or self.source.own.dtype != torch.float32:
             return False
         cases = {n: case for n, case in self._drawn.items() if any(name.startswith(case.name) for name in names)}
         decisions = {self.numbers[n]: self._decisions[n] for n in cases if n in self._decisions}

@@ -263,6 +263,9 @@ def test_a_disturbance_says_which_rows_amplify(monkeypatch: pytest.MonkeyPatch) 
     numbers = range(cases.count)
     before = cases.draw(numbers)
     name = before[1].name
+    with monkeypatch.context() as half:
+        half.setattr(asked.cases.own, "dtype", torch.float16)
+        assert not cases.disturb({name}, 0)
     assert cases.disturb({name}, 0)
     after = cases.draw(numbers)
     assert [n for n in numbers if after[n].amplified] == [1]
