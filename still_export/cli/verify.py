@@ -227,7 +227,7 @@ def lines(
         repeatable: Polygraphy's command can repeat the run, which it cannot with an adapter.
         inputs: What the reference was read from.
     """
-    yield "PASSED" if report.passed else "FAILED: the package does not compute what PyTorch computes"
+    yield report.verdict
     yield from map(str, inputs)
     yield from (f"not asked: {line}" for line in report.not_asked)
     failed = [check for check in report.checks if not check.passed]

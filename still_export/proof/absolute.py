@@ -10,7 +10,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays
 from still_export.proof.constants import USELESS
-from still_export.proof.verdict import Check
+from still_export.proof.verdict import Check, Kind
 
 LOGITS = "logits"
 NUMBERS = 1 << 22
@@ -109,12 +109,16 @@ def overflow_checks(
     if (found := _first(right)) is not None:
         case, overflow = found
         what = f"PyTorch has {overflow.what} {overflow.where} in a wider type than the package's, so the model's weights are damaged"
-        checks.append(Check("the reference is finite", False, what, f"{case}, {overflow.where}"))
+        checks.append(Check("the reference is finite", False, what, f"{case}, {overflow.where}", kind=Kind.REFERENCE))
     if (found := _first(overflows)) is not None:
         case, overflow = found
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or beyond this type"
         what = f"this model overflows in {dtype} {overflow.where}; {advice}"
-        checks.append(Check(f"the model can be computed in {dtype}", False, what, f"{case}, {overflow.where}"))
+        checks.append(
+            Check(
+                f"the model can be computed in {dtype}", False, what, f"{case}, {overflow.where}", kind=Kind.REFERENCE
+            )
+        )
     return checks
 
 
@@ -167,6 +171,5 @@ def rounding_check(rows: Sequence[tuple[np.ndarray, np.ndarray]], dtype: str) ->
     shares = np.concatenate([error / np.maximum(spread, 1e-30) for error, spread in rows] or [np.zeros(0)])
     share = float(np.median(shares[np.isfinite(shares)])) if np.isfinite(shares).any() else 0.0
     what = f"in {dtype} PyTorch's own logits are off by their spread, so they bound nothing"
-    return Check(
-        f"rounding in {dtype} leaves the logits", share < USELESS, what, "logits, median token", share, USELESS
-    )
+    name, place = f"rounding in {dtype} leaves the logits", "logits, median token"
+    return Check(name, share < USELESS, what, place, share, USELESS, kind=Kind.REFERENCE)

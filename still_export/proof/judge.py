@@ -13,7 +13,7 @@ from still_export.package.calls import Arrays
 from still_export.proof.absolute import LOGITS, Findings, layer_of
 from still_export.proof.cases import TINY, Case, errors_of, same_best
 from still_export.proof.constants import FEW_TIMES, PROOF_VERSION, ROUNDINGS, TIMES
-from still_export.proof.verdict import Check, Verdict
+from still_export.proof.verdict import WRONG, Check, Kind, Verdict
 from still_kernels.ties import Choices, Pairs
 
 NOTHING: Mapping[str, int] = {}
@@ -251,6 +251,17 @@ class Report:
         return sorted((each for each in self.outputs if not each.passed), key=lambda each: -each.of_bound)
 
     @property
+    def verdict(self) -> str:
+        """One sentence: the kinds of what failed, and whether the numbers hold if others did."""
+        if self.passed:
+            return "PASSED"
+        failed = {check.kind for check in self.checks if not check.passed}
+        if self.mismatches or self.selections.wrong:
+            failed.add(Kind.NUMBERS)
+        hold = ["every number that was compared is within its bound"] * (not failed & {Kind.NUMBERS, Kind.REFERENCE})
+        return f"FAILED: {'; '.join([*(wrong for kind, wrong in WRONG.items() if kind in failed), *hold])}"
+
+    @property
     def nearest(self) -> OutputReport | None:
         """The output that is nearest to its bound or furthest beyond."""
         return max(self.outputs, key=lambda each: each.of_bound, default=None)
@@ -264,6 +275,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
+            "verdict": self.verdict,
             "proof_version": PROOF_VERSION,
             **Verdict(self.checks, self.not_asked).to_dict(),
             "asked": self.asked,

@@ -23,7 +23,7 @@ from still_export.proof.prompts import Ranges
 from still_export.proof.runs import Asking
 from still_export.proof.sessions import Subject
 from still_export.proof.texts_asked import prompt_words
-from still_export.proof.verdict import Verdict
+from still_export.proof.verdict import Kind, Verdict
 from still_export.proof.verify import Verifier
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
@@ -172,13 +172,13 @@ def _compare_weights(proof: _Proof, progress: Progress) -> Verdict:
         derived = check_derived(
             package, _options(package, proof.options, package.manifest["config"]["dtype"]), progress
         )
-    verdict = derived.verdict
-    verdict.add(check_weights(package.path, package.manifest, source, progress, derived.compared))
+    verdict = derived.verdict.of_kind(Kind.FILES)
+    weights = check_weights(package.path, package.manifest, source, progress, derived.compared)
+    verdict.add(weights.of_kind(Kind.WEIGHTS))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in model_options.overlays]
-    verdict.add(
-        check_source(source, model_options, resolve_source(model_options.model, model_options.revision), overlays)
-    )
+    model = resolve_source(model_options.model, model_options.revision)
+    verdict.add(check_source(source, model_options, model, overlays).of_kind(Kind.READING))
     return verdict
 
 
@@ -225,7 +225,8 @@ def _other_files(proof: _Proof, progress: Progress) -> Verdict:
         from still_export.folders.model import resolve_source
 
         model_options = _options(package, options, "float32")
-        verdict.add(check_files(package, resolve_source(model_options.model, model_options.revision)))
+        files = check_files(package, resolve_source(model_options.model, model_options.revision))
+        verdict.add(files.of_kind(Kind.SETTINGS))
     return verdict
 
 

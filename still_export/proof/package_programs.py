@@ -17,7 +17,7 @@ from still_export.package.folder import Package, tool_versions
 from still_export.package.programs import PROGRAMS, RUNTIME, write_programs
 from still_export.package.refusals import RunError
 from still_export.proof.texts_asked import PROSE
-from still_export.proof.verdict import Check, Verdict
+from still_export.proof.verdict import Check, Kind, Verdict
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
 
@@ -56,7 +56,7 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
     with tempfile.TemporaryDirectory(prefix="still-programs-") as scratch:
         fresh = Path(scratch)
         write_programs(fresh, [runner for runner, name in PROGRAMS.items() if name in package.manifest["files"]])
-        verdict = _compare_copies(package, fresh)
+        verdict = _compare_copies(package, fresh).of_kind(Kind.FILES)
         verdict.add(_run_program(package, fresh, provider))
     return verdict
 

@@ -21,7 +21,7 @@ from still_export.proof.constants import ROUNDINGS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import Draft, Prompts, Ranges
 from still_export.proof.spill import SpillFile, joined
-from still_export.proof.verdict import Check
+from still_export.proof.verdict import Check, Kind
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
@@ -111,7 +111,15 @@ class TorchCases:
         bound = ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * float(np.abs(whole["logits"]).max())
         name = "no later token changes an earlier answer of PyTorch"
         what = "logits of a prompt whole and in pieces differ, in PyTorch alone" * (not off.max() <= bound)
-        return Check(name, not what, what, f"token {int(off.argmax())} of {off.size}", float(off.max()), bound)
+        return Check(
+            name,
+            not what,
+            what,
+            f"token {int(off.argmax())} of {off.size}",
+            float(off.max()),
+            bound,
+            kind=Kind.REFERENCE,
+        )
 
     def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
         """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token."""

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 SHOWN = 4
 """Further findings in a check's notes."""
+
+
+class Kind(StrEnum):
+    """What a check is about."""
+
+    REFERENCE, NUMBERS, WEIGHTS = "reference", "numbers", "weights"
+    READING, SETTINGS, FILES = "reading", "settings", "files"
+
+
+WRONG = {
+    Kind.REFERENCE: "PyTorch's own answers cannot judge it",
+    Kind.NUMBERS: "the package does not compute what PyTorch computes",
+    Kind.WEIGHTS: "its weights are not the model's",
+    Kind.READING: "the model's files were not read as other programs read them",
+    Kind.SETTINGS: "its tokenizer or settings are not the model's",
+    Kind.FILES: "its files are not what this version exports from the model: another version made them, or they were changed; "
+    "export it again",
+}
+"""What is wrong if a check of a kind fails, in the order of a verdict."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +39,7 @@ class Check:
         what: What was found, in one sentence.
         where: The tensor, layer, file or token of the worst finding.
         value, bound: The worst finding and what it may be, where both are numbers.
+        kind: What it is about.
     """
 
     name: str
@@ -28,6 +49,7 @@ class Check:
     value: float | None = None
     bound: float | None = None
     notes: tuple[str, ...] = ()
+    kind: Kind = Kind.NUMBERS
 
     @classmethod
     def of(cls, name: str, wrong: Sequence[tuple[str, str]]) -> Check:
@@ -58,6 +80,9 @@ class Verdict:
     def add(self, other: Verdict) -> None:
         self.checks += other.checks
         self.not_asked += [line for line in other.not_asked if line not in self.not_asked]
+
+    def of_kind(self, kind: Kind) -> Verdict:
+        return Verdict([replace(check, kind=kind) for check in self.checks], self.not_asked)
 
     @classmethod
     def of(cls, checks: Iterable[Check]) -> Verdict:

@@ -40,9 +40,7 @@ def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mappin
         findings.append(f"Nearest to its bound: {nearest['run']}, {nearest['case']}, {nearest['output']}, {share}.")
     return Report(
         title=f"{package}: PyTorch against {runtime}",
-        verdict="PASSED: the package computes what PyTorch computes."
-        if passed
-        else "FAILED: the package does not compute what PyTorch computes.",
+        verdict="PASSED: the package computes what PyTorch computes." if passed else f"{content['verdict']}.",
         passed=passed,
         findings=findings,
         parts=[

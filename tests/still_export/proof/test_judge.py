@@ -1,5 +1,6 @@
 """The one bound: PyTorch's own run keeps it, a wrong row does not."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from still_export.proof.cases import Case, errors_of, row_errors
 from still_export.proof.constants import TIMES
 from still_export.proof.judge import Bounds, Judged, Report
-from still_export.proof.verdict import Check, Verdict
+from still_export.proof.verdict import WRONG, Check, Kind, Verdict
+from still_kernels.ties import Choices
 
 STATE, LOGITS = "present_key.0", "logits"
 
@@ -142,3 +144,24 @@ def test_reports_of_several_runs_are_one() -> None:
     assert whole.not_asked == ["x", "y", "z"] and whole.top1 == 0.5 and whole.first_diverging_layer == 3
     assert [c.name for c in whole.checks] == ["one: a", "c"] and whole.command == "polygraphy"
     assert Report.empty().nearest is None and whole.to_dict()["nearest"]["share"] > 1
+
+
+def test_a_verdict_names_the_kinds_of_what_failed() -> None:
+    """A package that another version made fails by its files alone, and its numbers hold."""
+    exact, own, actual = drawn((1, 3, 5))
+    good, bad = (replace(Report.empty(), outputs=[judged(exact, own, actual + off)]) for off in (0, 1))
+    other = {kind: Verdict([Check("c", False)]).of_kind(kind) for kind in Kind}
+
+    def kinds(report: Report) -> set[Kind]:
+        assert not report.passed and report.to_dict()["verdict"] == report.verdict
+        found = {kind for kind, wrong in WRONG.items() if wrong in report.verdict}
+        assert ("within its bound" in report.verdict) != bool(found & {Kind.NUMBERS, Kind.REFERENCE})
+        return found
+
+    assert good.passed and good.verdict == "PASSED"
+    assert kinds(bad) == {Kind.NUMBERS}
+    assert all(kinds(good.including(verdict)) == {kind} for kind, verdict in other.items())
+    assert kinds(bad.including(other[Kind.FILES])) == {Kind.NUMBERS, Kind.FILES}
+    assert kinds(good.including(other[Kind.FILES]).including(other[Kind.SETTINGS])) == {Kind.SETTINGS, Kind.FILES}
+    wrong = replace(good, selections=Choices(1, 0, 1))
+    assert kinds(wrong) == {Kind.NUMBERS}

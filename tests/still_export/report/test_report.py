@@ -69,7 +69,7 @@ def proof() -> Report:
 
 def failed_proof() -> Report:
     content = copy.deepcopy(PROOF)
-    content |= {"passed": False, "first_diverging_layer": 1}
+    content |= {"passed": False, "verdict": "FAILED: its weights", "first_diverging_layer": 1}
     content["checks"][0] |= {"passed": False, "what": "row 3 differs"}
     content["selections"]["wrong"] = 3
     broken = [
