@@ -22,6 +22,7 @@ from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.mamba3.mixer import Mamba3Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.radlads.mixer import RadladsMixer
+from still_export.mixers.rg_lru.mixer import RgLruMixer
 from still_export.mixers.rwkv6.mixer import Rwkv6Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
@@ -62,6 +63,7 @@ MIXERS: Registry[Mixer] = Registry(
         Rwkv6Mixer(),
         Rwkv7Mixer(),
         RadladsMixer(),
+        RgLruMixer(),
         FeedForwardMixer(),
     ),
     "mixer",

@@ -11,6 +11,7 @@ from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.decay_models import Mamba3Model, SalaModel, TransNormerModel
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
+from tests.still_export.griffin_models import RecurrentGemmaModel
 from tests.still_export.hype_models import HypeModel
 from tests.still_export.in_llama_models import SIZES as IN_LLAMA
 from tests.still_export.in_llama_models import InLlamaModel, ZebraModel
@@ -23,6 +24,7 @@ from tests.still_export.system_models import FluxModel, MohModel, RatModel, Visi
 
 OWN: dict[str, type[OwnModel]] = {
     "mamba3": Mamba3Model,
+    "recurrent_gemma": RecurrentGemmaModel,
     "flux_qwen3": FluxModel,
     "rat": RatModel,
     "moh_llama": MohModel,
@@ -50,7 +52,7 @@ COMMON: dict[str, Any] = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-_TAPS = ("conv1d.weight", "conv.conv.weight")
+_TAPS = ("conv1d.weight", "conv.conv.weight", "conv_1d.weight")
 _ONE_SOFTMAX = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA: dict[str, Any] = dict(
     linear_num_key_heads=2,
@@ -215,7 +217,7 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     narrow = (usual / changes.get("hidden_size", usual)) ** 0.5  # sums of more terms are no larger
 
     def drawn(name: str, shape: Sequence[int]) -> torch.Tensor:
-        ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5)}
+        ranges = {"A_log": (-1.5, 1.5), "dt_bias": (-3.0, 0.5), "D": (0.5, 1.5), "recurrent_param": (-6.9, 0.0)}
         if bounds := ranges.get(name.rsplit(".", 1)[-1]):
             return bounds[0] + (bounds[1] - bounds[0]) * torch.rand(shape, generator=generator)
         # Taps so large that no output is lost in the norm that follows it: that would multiply rounding, in transformers too.

@@ -43,5 +43,9 @@ class GemmaModelMixin(StillModelMixin):
         self.model.embed_tokens = ScaledEmbedding(table.weight, table.scalar_embed_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits, most = super().logits(hidden), self.config.final_logit_softcapping
-        return logits if most is None else torch.tanh(logits / most) * most
+        return capped(super().logits(hidden), self.config.final_logit_softcapping)
+
+
+def capped(logits: Tensor, most: float | None) -> Tensor:
+    """Logits bent smoothly below `most`; None: unchanged."""
+    return logits if most is None else torch.tanh(logits / most) * most

@@ -20,6 +20,7 @@ from still_export.models.families import (
     minicpm_sala,
     minimax,
     radlads,
+    recurrent_gemma,
     rwkv6,
     rwkv7,
     transnormer,
@@ -30,7 +31,7 @@ from still_export.models.families.softmax_families import Family
 
 FILES = (
     *(gated_delta, mamba2_hybrids, kimi, lfm, mamba, minimax, fla_families, transnormer, minicpm_sala),
-    *(rwkv6, rwkv7, radlads, mamba_in_llama, zebra_llama, hypenet, mamba3, lara, zamba2),
+    *(rwkv6, rwkv7, radlads, mamba_in_llama, zebra_llama, hypenet, mamba3, lara, zamba2, recurrent_gemma),
 )
 LINEAR_NEEDS = (5, 23)
 """The oldest transformers that these families are compared with. 5.20, which vLLM 0.33 asks for, computes Mamba-2 in another way."""

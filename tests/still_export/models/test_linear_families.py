@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.families import NOT_COVERED
@@ -202,6 +202,14 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ),
         # With the seed 0 the formulas' own float32 errs by 3e-5 and 4e-5.
         (NATS, {"allow_neg_eigval": True, "gdn_layers": [], "num_hidden_layers": 2, "seed": 1}),
+        (
+            "recurrent_gemma",
+            {"attention_bias": True, "num_key_value_heads": 3, "block_types": ["attention", "recurrent"]},
+        ),
+        (
+            "recurrent_gemma",
+            {"lru_width": 21, "conv1d_width": 2, "attention_window_size": 400, "partial_rotary_factor": 1.0},
+        ),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -212,6 +220,14 @@ def test_variants_are_those_of_transformers(family: str, changes: dict[str, Any]
     theirs.save_pretrained(tmp_path)
     expected = theirs.double()(ids(), use_cache=False).logits
     assert far(pieces(load_model(tmp_path), ids(), PIECES)[0], expected) <= LOGITS
+
+
+@torch.no_grad()
+def test_the_formulas_of_recurrent_gemma_are_those_of_transformers(tmp_path: Path) -> None:
+    formulas = linear_model("recurrent_gemma")
+    formulas.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).double()
+    assert far(theirs(ids(), use_cache=False).logits, formulas.double()(ids()).logits) <= LOGITS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -349,7 +365,9 @@ def test_shared_tensors_may_be_in_the_file_of_every_layer(tmp_path: Path) -> Non
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2", "zamba2"])
+@pytest.mark.parametrize(
+    "family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2", "zamba2", "recurrent_gemma"]
+)
 def test_an_own_folder_is_read_again(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")

@@ -31,7 +31,7 @@ FEW = ("qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "mamba3")
 REFUSED = {
     "lfm3": "one size",
     "transnormer": "one size",
-    "minicpm_sala": "one size",
+    **dict.fromkeys(("minicpm_sala", "recurrent_gemma"), "one size"),
     **dict.fromkeys(("rwkv5", "rwkv6", "rwkv7"), "one size"),
     "neural_attention_search_linear_attn_gdn": "one size",
     "routing_transformer": "one key and one value",

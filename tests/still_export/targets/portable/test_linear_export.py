@@ -82,6 +82,17 @@ def test_layers_that_share_weights(flags: tuple[str, ...], tmp_path: Path, capsy
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
+def test_gates_of_blocks(flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RecurrentGemma with several equal layers in turn; a decay that is changed is seen."""
+    sizes = dict.fromkeys(("hidden_size", "lru_width"), 96) | {"intermediate_size": 192} if flags else {}
+    kinds = ["recurrent", "recurrent", "attention"]
+    model = linear_model("recurrent_gemma", seed=1, num_hidden_layers=6, block_types=kinds, **sizes)
+    plant = (("4.temporal_block.rg_lru.recurrent_param",), add_half)
+    demand_package(model, tmp_path, capsys, *flags, short=True, plant=None if flags else plant)
+
+
+@pytest.mark.slow
 def test_a_package_at_the_opset_that_has_the_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With ops of ai.onnx alone, whose kernels ONNX Runtime has."""
     linear_model("qwen3_5_text").save_pretrained(tmp_path / "model")

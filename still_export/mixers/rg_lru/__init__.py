@@ -1,0 +1,1 @@
+"""The real-gated linear recurrent unit (RG-LRU): module and mixer."""
