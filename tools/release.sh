@@ -108,8 +108,17 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
         | "$tools/cyclonedx-py" requirements --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" -
     mkdir -p "$root/opt/trial"
     cp -r assets/small tools/release_trial.py "$root/opt/trial"
-    # ONNX Runtime opens weights by /proc.
-    unshare --mount bash -c 'mount -t proc proc "$0/proc" && exec chroot "$0" env PYTHONPATH=/opt/site PATH=/usr/bin:/bin "$@"' "$root" \
+    # ONNX Runtime opens weights by /proc. PyTorch asks /sys and /proc/cpuinfo for the processor, which are this machine's: these lines
+    # describe the one that qemu emulates.
+    cpu=$root/sys/devices/system/cpu
+    mkdir -p "$cpu/cpu0/regs/identification"
+    echo 0 | tee "$cpu/possible" > "$cpu/present"
+    echo 0x00000000413fd0c1 > "$cpu/cpu0/regs/identification/midr_el1"
+    printf '%s\t: %s\n' processor 0 \
+        Features "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp" \
+        "CPU implementer" 0x41 "CPU architecture" 8 "CPU variant" 0x3 "CPU part" 0xd0c "CPU revision" 1 > "$root/opt/cpuinfo"
+    unshare --mount bash -c 'mount -t proc proc "$0/proc" && mount --bind "$0/opt/cpuinfo" "$0/proc/cpuinfo" \
+        && exec chroot "$0" env QEMU_CPU=neoverse-n1 PYTHONPATH=/opt/site PATH=/usr/bin:/bin "$@"' "$root" \
         python3 /opt/trial/release_trial.py try /opt/trial/small /opt/trial/work
 fi
 

@@ -85,7 +85,7 @@ class _Process:
         if self._running is not None and self._owner == os.getpid() and self._running.poll() is None:
             return self._running
         if find_spec("jinja2") is None:
-            raise RunError("chat templates need the package jinja2: pip install jinja2; or pass --prompt.")
+            raise RunError("chat templates need the package jinja2: pip install jinja2; or leave out --chat.")
         self._owner = os.getpid()
         self._running = subprocess.Popen(
             [sys.executable, "-c", START, str(Path(__file__).with_name("template_process.py"))],

@@ -16,6 +16,19 @@ from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 
 FORMAT = "still-export state 1"
+MOST_HEADER = 100_000_000
+"""Bytes, as safetensors has it."""
+TYPES = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "U16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
 PLACES = ("text", "user", "answer")
 
 
@@ -130,18 +143,11 @@ class Snapshot:
         Raises:
             RunError: The file is none.
         """
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise RunError("saved states need the package safetensors: pip install safetensors.") from error
         wrong = RunError(f"{path} is no saved state: make one with `still-export run PACKAGE --save-state`.")
         try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise wrong
-                if arrays is not None:
-                    arrays |= {name: file.get_tensor(name) for name in file.keys()}
+            metadata = _read(Path(path), arrays)
+            if metadata.get("format") != FORMAT:
+                raise wrong
             described: Any = json.loads(metadata["still_export"])
             numbers = [described["length"], *described["unread"], *described.get("tokens", ())]
             whole = all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
@@ -149,11 +155,30 @@ class Snapshot:
                 raise wrong
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if error is wrong:
                 raise
             raise wrong from error
         return dict(described)
+
+
+def _read(path: Path, arrays: dict[str, np.ndarray] | None) -> dict[str, str]:
+    """Metadata of a safetensors file; `arrays` is filled with its tensors. Boxes that only run packages have no safetensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER:
+            raise ValueError(f"header of {length} bytes")
+        header: dict[str, Any] = json.loads(file.read(length))
+        metadata: dict[str, str] = header.pop("__metadata__", {})
+        if arrays is None:
+            return metadata
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            if not 0 <= start <= end <= path.stat().st_size:
+                raise ValueError(f"{name} has bytes {start} to {end}")
+            file.seek(8 + length + start)
+            arrays[name] = np.frombuffer(file.read(end - start), TYPES[entry["dtype"]]).reshape(entry["shape"]).copy()
+    return metadata
 
 
 def digest(model: Runner) -> str:

@@ -210,6 +210,27 @@ def test_states_that_are_no_states(model: still_export.LanguageModel, tmp_path: 
     save_file(load_file(path), tmp_path / "plain.safetensors")
     with pytest.raises(RunError, match="no saved state"):
         Snapshot.load(tmp_path / "plain.safetensors")
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    for damage in (
+        {"dtype": "F8"},
+        {"shape": [7]},
+        {"data_offsets": [0, 1 << 60]},
+        {"data_offsets": [8, 0]},
+        {"data_offsets": 5},
+    ):
+        first = next(name for name in header if name != "__metadata__")
+        text = json.dumps({**header, first: {**header[first], **damage}}).encode()
+        for content in (
+            len(text).to_bytes(8, "little") + text + whole[start:],
+            b"\xff" * 7 + b"\0" + text,
+            whole[:-1],
+            whole[:40],
+        ):
+            (tmp_path / "damaged").write_bytes(content)
+            with pytest.raises(RunError, match=r"no saved state"):
+                Snapshot.load(tmp_path / "damaged")
     described = {"length": -1, "package": good.package, "place": "text", "unread": []}
     for change in ({}, {"length": 3, "place": "nowhere"}, {"length": 3, "unread": [1.5]}, {"length": True}):
         metadata = {"format": "still-export state 1", "still_export": json.dumps({**described, **change})}
