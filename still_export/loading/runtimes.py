@@ -90,9 +90,14 @@ def watched_graph(opening: Opening) -> tuple[bytes, list[str]]:
     resolve_weights(model, path)
     names = [node.output[0] for node in model.graph.node if node.op_type in opening.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
+    there, tensors = {value.name for value in model.graph.output}, list(opening.tensors)
+    for place, name in enumerate(tensors):
+        if name in there:  # a runner binds each output once
+            tensors[place] = f"{name}/watched"
+            model.graph.node.append(onnx.helper.make_node("Identity", [name], [tensors[place]]))
     # ONNX Runtime infers their types: Mamba's residual is float32 in half precision.
-    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in opening.tensors)
-    return (_weights_first(model) if _unpacks(opening) else model).SerializeToString(), [*names, *opening.tensors]
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in tensors)
+    return (_weights_first(model) if _unpacks(opening) else model).SerializeToString(), [*names, *tensors]
 
 
 def _unpacks(opening: Opening) -> bool:

@@ -58,7 +58,9 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.model = _read(AutoModelForCausalLM, model, dtype=torch.float32).eval()
+        from still_export.proof.other_readers import by_pytorch
+
+        self.model = by_pytorch(_read(AutoModelForCausalLM, model, dtype=torch.float32).eval())
         self.dtype = torch.float16 if half else torch.float32
 
     def take_weights(self, files: set[Path]) -> int:

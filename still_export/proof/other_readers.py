@@ -9,9 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -58,8 +60,25 @@ class Reading:
     read: str = ""
 
 
+def by_pytorch(model: Any) -> Any:
+    """A transformers model that runs without kernels of installed packages (fla, mamba-ssm), which fail on a CPU.
+
+    transformers takes them wherever their package can be imported, but not while a model is exported.
+    """
+    forward = model.forward
+
+    @wraps(forward)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with patch("transformers.integrations.hub_kernels.is_torchdynamo_exporting", lambda: True):
+            return forward(*args, **kwargs)
+
+    model.forward = plain
+    return model
+
+
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     """Logits [T, V] of a transformers model for tokens [1, T]."""
+    by_pytorch(model)
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the others require certain multiples as sizes
     for module in model.modules():

@@ -340,13 +340,16 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from still_export.models.load import load_model, load_tokenizer, source_dtype
+    from still_export.proof.other_readers import by_pytorch
 
     path, notes, own_reader = Path(file), [], False
     where: dict[str, Any] = {"gguf_file": path.name} if is_gguf(path) else {}
     source = str(path.parent) if where else str(file)
     try:
         own_code: dict[str, Any] = {"trust_remote_code": False}  # without asking the user
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where, **own_code).eval()
+        model = by_pytorch(
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where, **own_code).eval()
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, **where, **own_code)
         if not type(model).__module__.startswith("transformers."):
             notes.append("transformers has no class of this family: the reference is this project's own class")
@@ -369,7 +372,7 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
         half = (
             load_model(file, dtype=stored)
             if own_reader
-            else AutoModelForCausalLM.from_pretrained(source, dtype=stored).eval()
+            else by_pytorch(AutoModelForCausalLM.from_pretrained(source, dtype=stored).eval())
         )
         own = lambda ids: logprobs_of(half, ids)  # noqa: E731
     return Reference(model, tokenizer, own, [ends] if isinstance(ends, int) else list(ends or ())), notes

@@ -1,9 +1,11 @@
 """The model's files by another reader: families of every kind are read alike, and what a loader does wrong is seen."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -206,6 +208,29 @@ def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(other_readers, "ROOM", 1e-9)
     large = asked(tmp_path / "base", tmp_path / "adapter")
     assert large.passed and any("adapters are merged" in line for line in large.not_asked), large
+
+
+def test_kernels_of_installed_packages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes those of fla and mamba-ssm wherever they can be imported; on a CPU they fail."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    def of_a_gpu(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("cannot be accessed from Triton (cpu tensor?)")
+
+    installed = ModuleType("planted_kernels")
+    installed.doubled = of_a_gpu  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "planted_kernels", installed)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    chosen = use_kernel_func_from_hub_with_fallback("doubled", "planted_kernels")(doubled)
+    model = plain_model("llama")
+    model.model.norm.register_forward_hook(lambda module, inputs, output: chosen(output))
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError):
+        model(input_ids=ids)
+    assert other_readers.logits_of(model)(ids).shape == (3, model.config.vocab_size)
 
 
 @pytest.mark.parametrize("fault", ["", "positions", "heads"])

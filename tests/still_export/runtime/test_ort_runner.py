@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 
+from still_export.loading.runtimes import open_runner
 from still_export.models.load import load_model
 from still_export.runtime.conversation import Conversation
 from still_export.runtime.ort import OrtModel
@@ -83,6 +84,16 @@ def test_pieces_and_starts_do_not_matter(export_tiny: Exporter) -> None:
             np.testing.assert_allclose(
                 array, states[name][:, :, : array.shape[2]], atol=MODEL["float32"], rtol=MODEL["float32"]
             )
+
+
+def test_an_output_of_the_graph_can_be_watched(export_tiny: Exporter) -> None:
+    package = export_tiny()
+    tensors = ("logits", "present_length")
+    model: Any = open_runner(package.path, package.manifest, "ort", "cpu", check=False, tensors=tensors)
+    model.start()
+    logits = model.feed(np.array([[3, 4, 5]]))
+    _, _, (seen, length) = model.seen[-1]
+    assert np.array_equal(seen[:, -1].ravel(), logits.ravel()[-VOCAB:]) and length.tolist() == [3]
 
 
 def test_capacity_is_refused_before_anything_runs(export_tiny: Exporter) -> None:
