@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MOST_LOST, MORE_LOST = 0.1, 0.02
 """Largest share of a layer's attention that its own blocks may miss (above, it stays softmax), and that another layer's may miss in
 addition."""
+MOST_SETS = 1024
+"""Sets of choosing layers that the search keeps at a layer."""
 QUERIES = 64
 """Tokens at the end of a row whose attention is measured."""
 
@@ -36,23 +38,38 @@ class Reuse:
 
     @classmethod
     def of(cls, lost: Sequence[Sequence[float]], base: str) -> Reuse:
-        """Fewest softmax layers, then fewest choosing layers, then least missed attention, by dynamic programming.
+        """Fewest softmax layers, then fewest choosing layers, then least missed attention.
 
-        A layer reads the blocks of the latest choosing layer before it, if these miss little more than its own.
+        A layer may read the blocks of any choosing layer before it, if these miss little more than its own. Of the sets of choosing layers
+        that later layers may read, the cheapest `MOST_SETS` are followed; up to ten choosing layers have no more.
         """
-        # By the latest choosing layer: (softmax layers, choosing layers, missed attention) so far, and the kinds of layers.
-        best: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {None: ((0, 0, 0.0), ())}
+
+        def near(layer: int, source: int) -> bool:
+            return lost[layer][source] <= min(MOST_LOST, lost[layer][layer] + MORE_LOST)
+
+        count = len(lost)
+        last = [
+            max((layer for layer in range(source + 1, count) if near(layer, source)), default=-1)
+            for source in range(count)
+        ]
+        # By the set: (softmax layers, choosing layers, missed attention) so far, and the kinds of layers.
+        best: dict[frozenset[int], tuple[tuple[int, int, float], tuple[str | int, ...]]] = {
+            frozenset(): ((0, 0, 0.0), ())
+        }
         for layer, row in enumerate(lost):
-            after: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {}
-            for source, ((full, own, missed), layers) in best.items():
-                if source is not None and row[source] <= min(MOST_LOST, row[layer] + MORE_LOST):
-                    after[source] = (full, own, missed + row[source]), (*layers, source)
-                else:
-                    after[source] = (full + 1, own, missed), (*layers, "full")
-            if row[layer] <= MOST_LOST:
-                (full, own, missed), layers = min(best.values(), key=lambda found: found[0])
-                after[layer] = (full, own + 1, missed + row[layer]), (*layers, "own")
-            best = after
+            after: dict[frozenset[int], tuple[tuple[int, int, float], tuple[str | int, ...]]] = {}
+            for sources, ((full, own, missed), layers) in best.items():
+                source = min((s for s in sources if near(layer, s)), key=row.__getitem__, default=None)
+                kinds: list[tuple[tuple[int, int, float], str | int]] = []
+                if source is not None:
+                    kinds.append(((full, own, missed + row[source]), source))
+                if row[layer] <= MOST_LOST:
+                    kinds.append(((full, own + 1, missed + row[layer]), "own"))
+                for cost, kind in kinds or [((full + 1, own, missed), "full")]:
+                    kept = frozenset(s for s in (sources | {layer} if kind == "own" else sources) if last[s] > layer)
+                    if kept not in after or cost < after[kept][0]:
+                        after[kept] = cost, (*layers, kind)
+            best = dict(sorted(after.items(), key=lambda found: found[1][0])[:MOST_SETS])
         _, layers = min(best.values(), key=lambda found: found[0])
         return cls(layers, tuple(map(tuple, lost)), base)
 
