@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import still_export
+from still_export.errors import ConfigError
 from still_export.package.files import sha256
 from tests.still_export.linear_models import linear_model
 from tests.still_export.verbs import call
@@ -49,3 +53,22 @@ def test_of_python(model: Path, right: dict[str, str], tmp_path: Path, level: st
         assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["tokens"]) == 3
     assert {name: sha256(package / name) for name in right} == right
+
+
+@pytest.mark.usefixtures("traced_anew")
+def test_of_torch(model: Path, right: dict[str, str], tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            still_export.export(str(model), tmp_path / "p", to="onnx", native=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert {name: sha256(tmp_path / "p" / name) for name in right} == right
+
+
+def test_weights_without_content_are_refused(model: Path, tmp_path: Path) -> None:
+    with FakeTensorMode(), pytest.raises(ConfigError, match="FakeTensor"):
+        still_export.export(str(model), tmp_path / "p", to="onnx", native=False)
+    assert not (tmp_path / "p").exists()
