@@ -101,9 +101,11 @@ def verify(package: str | Path, *, output: Path | None = None, **options: Any) -
         PackageError: The package is damaged, has no engine yet, or does not run here.
         ModelNotFoundError: The model that it was exported from is not there.
     """
+    from still_export.models.ambient import plain_torch
     from still_export.proof import package as proof
 
-    return proof.verify(package, _options(proof.VerifyOptions, options), output)
+    with plain_torch():
+        return proof.verify(package, _options(proof.VerifyOptions, options), output)
 
 
 def bench(

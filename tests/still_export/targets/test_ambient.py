@@ -68,6 +68,12 @@ def test_of_torch(model: Path, right: dict[str, str], tmp_path: Path) -> None:
     assert {name: sha256(tmp_path / "p" / name) for name in right} == right
 
 
+def test_verify_of_torch(model: Path, right: dict[str, str], tmp_path: Path) -> None:
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = still_export.verify(model.parent / "p", output=tmp_path, lengths=(5,), decode_steps=2)
+    assert right and found.passed, found.to_dict()
+
+
 def test_weights_without_content_are_refused(model: Path, tmp_path: Path) -> None:
     with FakeTensorMode(), pytest.raises(ConfigError, match="FakeTensor"):
         still_export.export(str(model), tmp_path / "p", to="onnx", native=False)
