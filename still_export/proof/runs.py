@@ -134,25 +134,28 @@ def _compare(
     folder: Path | None = None,
     save_calls: bool = False,
 ) -> Report:
-    """Compare once, and again if the reference made another subject's choices at a near tie."""
-
     def say(phase: str, done: int, total: int) -> None:
         progress(f"{name}: {phase}", done, total)
 
-    verifier = Verifier(package, cases, subject, replays)
     try:
-        report = verifier.run(folder, say, save_calls)
-        if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
-            cases.forget()
-            report = verifier.run(folder, say, save_calls)
-        for seed in range(DISTURBED):
-            if not (report.may_be_rounding and cases.disturb({each.case for each in report.mismatches}, seed)):
-                break
-            report = verifier.run(folder, say, save_calls)
+        run = partial(Verifier.run, folder=folder, progress=say, save_calls=save_calls)
+        return judge(Verifier(package, cases, subject, replays), cases, run)
     except RunError as error:
         if folder is not None:
             raise
         return Report.empty().including(Verdict.of([Check("runs", False, str(error), subject.graph)]))
+
+
+def judge(verifier: Verifier, cases: DrawnOnce, run: Callable[[Verifier], Report] = Verifier.run) -> Report:
+    """Compare once, and again if the reference made another subject's choices at a near tie, or if rows may amplify roundings."""
+    report = run(verifier)
+    if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
+        cases.forget()
+        report = run(verifier)
+    for seed in range(DISTURBED):
+        if not (report.may_be_rounding and cases.disturb({each.case for each in report.mismatches}, seed)):
+            break
+        report = run(verifier)
     return report
 
 

@@ -1,7 +1,7 @@
 """Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.answers import EMPTY, Decisions, DecisionsByCase, Question, silent
+from still_export.package.refusals import CheckError, RunError
+from still_export.proof.answers import EMPTY, Decisions, DecisionsByCase
 from still_export.proof.cases import Case
-from still_export.proof.judge import Bounds, Report
+from still_export.proof.judge import Report
 from still_export.proof.kernels import compare_kernels
 from still_export.proof.prompts import Ranges
-from still_export.proof.runs import torch_cases
+from still_export.proof.runs import DrawnOnce, judge, torch_cases
 from still_export.proof.sessions import Session, Subject, widened_manifest
 from still_export.proof.texts_asked import prompt_words
 from still_export.proof.verify import Verifier
@@ -72,25 +73,18 @@ def widened(package: Package) -> Package:
     return Package(package.path, widened_manifest(package.manifest))
 
 
-class Drawn:
+class Drawn(DrawnOnce):
     """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
 
-    uses_decisions = True
-    progress = staticmethod(silent)
-
     def __init__(self, package: Package, seed: int) -> None:
-        ranges = Ranges(LENGTHS, STEPS, (4,), seed=seed)
-        self.source = torch_cases(package, options_of, ranges, {}, "cpu", prompt_words(package.path, package.manifest))
-        self.count = self.source.count
-        self.calls = [self.source.begin(number) for number in range(self.count)]
+        ranges, words = Ranges(LENGTHS, STEPS, (4,), seed=seed), prompt_words(package.path, package.manifest)
+        super().__init__(torch_cases(package, options_of, ranges, {}, "cpu", words))
         self.known: dict[int, list[tuple[Decisions, Case]]] = {number: [] for number in range(self.count)}
+        self.disturbed = False
 
     @property
     def cases(self) -> list[list[Case]]:
         return [[case for _, case in known] for known in self.known.values()]
-
-    def begin(self, number: int) -> Question:
-        return self.calls[number]
 
     def draw(self, numbers: Sequence[int], decisions: DecisionsByCase = EMPTY) -> list[Case]:
         decisions = {number: decisions.get(number, Decisions()) for number in numbers}
@@ -98,7 +92,16 @@ class Drawn:
         for number, case in zip(new, self.source.draw(new, decisions) if new else [], strict=True):
             del self.known[number][MOST:]
             self.known[number].insert(1, (decisions[number], case))
-        return [next(case for other, case in self.known[n] if decisions[n].is_like(other)) for n in numbers]
+        if not self.disturbed:
+            known = {n: next(case for other, case in self.known[n] if decisions[n].is_like(other)) for n in numbers}
+            self._drawn, self._decisions = known, decisions
+        self.disturbed = False
+        return [replace(self._drawn[number]) for number in numbers]
+
+    def disturb(self, names: Collection[str], seed: int) -> bool:
+        """Like DrawnOnce, for the next `draw` alone: the next fault has bounds of its own."""
+        self.disturbed = super().disturb(names, seed)
+        return self.disturbed
 
 
 @dataclass
@@ -140,20 +143,18 @@ class Broken:
                 parameters[name].data.copy_(torch.from_numpy(array))
             return model
         if self.runtime == "float32":
-            return WideModel(folder or self.package.path, self.package.manifest)
+            return WideModel((opened := widened(open_package(folder or self.package.path))).path, opened.manifest)
         library = native.build(self.package.path.parent / "native")
         with mock.patch.object(ort, "native_library", lambda *_: library):
             return ort.OrtModel(self.package.path, threads=1, check=False)
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         verifier = Verifier(self.package, self.drawn, Subject(self.package))
-        session = Session(model)
-        answers = verifier.ask(session, self.drawn.calls)
-        drawn = self.drawn.draw(range(self.drawn.count), answers.decisions)
-        judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
-        bounds = Bounds([each.case for each in judged])
-        pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
-        return verifier.judge(judged, bounds, answers, ""), pairs
+        questions = [self.drawn.begin(number) for number in range(self.drawn.count)]
+        answers = verifier.ask(Session(model), questions)
+        verifier.answered = questions, answers
+        report, drawn = judge(verifier, self.drawn), self.drawn.draw(range(self.drawn.count), answers.decisions)
+        return report, [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
 
     def clean(self) -> Report:
         report, settled = self.judge(self.open())
@@ -169,7 +170,9 @@ class Broken:
                 return None
             report, settled = self.judge(model)
             found = not report.passed or not self._kernels_hold()
-        except Exception:  # whatever the runtime says of a graph that is none
+        except RunError as error:  # what the runtime says of a graph that is none
+            if isinstance(error, CheckError):  # of the files that were planted in: nothing was judged
+                raise
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
         finally:
             if self.runtime == "native":
