@@ -223,7 +223,9 @@ class Client(threading.Thread):
                     self._ask(case)
             except openai.APIStatusError as error:
                 expected = kind < 0.1 and error.status_code in (400, 404)
-                self.counts["malformed and refused" if expected else f"status {error.status_code}"] += 1
+                self.counts[
+                    "malformed and refused" if expected else f"status {error.status_code}: {error.message}"
+                ] += 1
             except openai.OpenAIError as error:
                 self.counts[f"{type(error).__name__}: {error}"] += 1
 
@@ -296,6 +298,11 @@ def main() -> int:
         "other growth of memory shows",
     )
     options = parser.parse_args()
+    text = still_export.load(options.package).text
+    asks = [{"role": "user", "content": "Weather in 999?"}]
+    needs = len(text.dialogue(asks, tools=CALL["tools"])) if text.chat else 0
+    if needs >= options.context:
+        parser.error(f"the chat with a tool has {needs} tokens: --context {options.context} is too small")
     machine = options.threads, options.provider
     cases = make_cases(options.package, options.cases, options.context, *machine, options.seed)
     command = [
@@ -324,8 +331,9 @@ def main() -> int:
     threading.Thread(target=lambda: [print(line, end="", file=sys.stderr) for line in server.stderr or ()]).start()
     begin = time.monotonic()
     seconds = 60 * options.minutes
-    chats = bool(still_export.load(options.package).text.chat)
-    clients = [Client(url, "soak", cases, options.seed + i, begin + seconds, chats) for i in range(options.clients)]
+    clients = [
+        Client(url, "soak", cases, options.seed + i, begin + seconds, bool(text.chat)) for i in range(options.clients)
+    ]
     seen: list[tuple[float, int, int]] = []
     attackers: subprocess.Popen[str] | None = None
     quiet_until = begin + QUIET * seconds
