@@ -51,7 +51,7 @@ def bench(
     from still_export.loading.runtimes import runtime_of
     from still_export.package.folder import open_package
     from still_export.package.inspect import state_sizes
-    from still_export.package.staging import staged_files
+    from still_export.package.staging import write_json
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
     from still_export.report.render import write_report
@@ -94,8 +94,7 @@ def bench(
         **speed_of(rows),
         "beside": to_dict(peer),
     }
-    with staged_files(folder) as work:
-        (work / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "bench.json", content)
     if report is not None:
         write_report(looks.page(content, left_out, machine(), command_line()), report)
         out.log(f"report to look at: {report}")

@@ -129,6 +129,7 @@ def linearize(
         from still_export.linearization.linearize import leave_processes
         from still_export.linearization.linearize import linearize as run
         from still_export.linearization.trainer import StopTraining
+        from still_export.package.staging import lacks_room
         from still_export.report import linearize as looks
         from still_export.report.render import write_report
 
@@ -157,11 +158,18 @@ def linearize(
             result = run(
                 recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
             )
-        except BaseException as end:  # Ctrl-C, while it trains or measures, keeps what a run can go on from
-            if isinstance(end, Exception) or not RunFolder(output).has_run():
+        except (
+            BaseException
+        ) as end:  # Ctrl-C or a full disk, while it trains or measures, keeps what a run can go on from
+            reason = lacks_room(end)
+            if (isinstance(end, Exception) and not reason) or not RunFolder(output).has_run():
                 raise
             words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
-            complain("Interrupted", f"a checkpoint is kept. Go on: {shlex.join(['still-export', *words, '--resume'])}")
+            kept = f"{f'{reason}; ' if reason else ''}a checkpoint is kept. "
+            again = (
+                f"Go on{', when there is room' if reason else ''}: {shlex.join(['still-export', *words, '--resume'])}"
+            )
+            complain("DiskFull" if reason else "Interrupted", kept + again)
             raise typer.Exit(2) from None
     leave_processes()
     content = {"recipe": recipe.to_dict(), **result.to_dict()}

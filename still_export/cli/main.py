@@ -32,6 +32,7 @@ from still_export.errors import ConfigError, ModelNotFoundError, StillExportErro
 from still_export.extras import EXTRAS, demand, installation
 from still_export.folders.sources import local, look
 from still_export.package.refusals import RunError
+from still_export.package.staging import lacks_room
 from still_export.texts.files import read_text
 
 
@@ -205,11 +206,11 @@ def main(arguments: list[str] | None = None) -> None:
         message = " ".join(str(error).split())
         if "can't allocate memory" in message or "bad allocation" in message:
             complain("OutOfMemory", f"this machine has too little memory for the model: {message[-120:]}")
-        elif "No space left on device" in message:  # of any file, or of what reads the output
-            complain(
-                "DiskFull",
-                "a file or the output could not be written: no space is left there. Free space, and start again.",
-            )
+        elif reason := lacks_room(error):  # of any file, or of what reads the output
+            scratch = tempfile.gettempdir()
+            free = f"{shutil.disk_usage(scratch).free >> 20:,} MiB are free in {scratch}, where temporary files are"
+            message = f"a file or the output could not be written: {reason}. Free space, and start again"
+            complain("DiskFull", f"{message}; {free} (TMPDIR names another folder).")
         else:
             complain("Unexpected", f"{type(error).__name__}: {message[:300]} (--debug shows where; please report it)")
     sys.exit(2)

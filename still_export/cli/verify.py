@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,7 +142,7 @@ def verify(
         foreign_flags = {"record": record, "selections": selections, "follow": choices_file, "report": report, **flags}
         raise typer.Exit(0 if verify_foreign(package, output, foreign_flags, out, junit) else 1)
     from still_export.doctor import machine
-    from still_export.package.staging import staged_files
+    from still_export.package.staging import write_json
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
     from still_export.proof.own_weights import AGAINST, verify_own
@@ -191,14 +190,12 @@ def verify(
             own = verify_own(package, options.provider, options.seed or 0, str(error), progress)
     if own is not None:
         verdict = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
-        with staged_files(folder) as work:
-            (work / "report.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "report.json", verdict)
         outcome = f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}"
         out.result(verdict, outcome, *(f"not asked: {line}" for line in own.not_asked), *map(str, own.checks))
         raise typer.Exit(0 if own.passed else 1)
     content, ran, loss = found.to_dict(), found.subject, found.loss
-    with staged_files(folder) as work:
-        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "report.json", content)
     if as_json:
         out.result(content)
     else:

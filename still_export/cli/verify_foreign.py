@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,7 @@ def verify_foreign(
         ConfigError: The model is not named or cannot be read, or a flag does not apply.
         PackageError, UnsupportedError: The decoder cannot be read, has no states, or has inputs of unknown meaning.
     """
-    from still_export.package.staging import staged_files
+    from still_export.package.staging import write_json
     from still_export.proof.foreign import LENGTHS, ForeignProof
     from still_export.report.junit import write_junit
 
@@ -53,8 +52,7 @@ def verify_foreign(
         step("verifying")
         report = proof.run()
     content = {"passed": report.passed, **asdict(report)}
-    with staged_files(where) as work:
-        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(where / "report.json", content)
     if junit is not None:
         write_junit(content, package.name, junit)
     out.result(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +50,7 @@ def verify_served(
     """
     from still_export.models.description import describe_model
     from still_export.models.load import load_model, source_dtype
-    from still_export.package.staging import staged_files
+    from still_export.package.staging import write_json
     from still_export.proof.served import ANSWER_TOKENS, CONTEXT_TOKENS, ServedVerifier, loads_of, own_type
     from still_export.serving.vllm.engine import VllmEngine
 
@@ -83,8 +82,7 @@ def verify_served(
     passed = all(report.passed for report in found)
     content = {"passed": passed, "dtype": kind, "ranks": ranks, "loads": [asdict(report) for report in found]}
     content["not_asked"] = [line for report in found for line in report.not_asked]
-    with staged_files(where) as work:
-        (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(where / "report.json", content)
     if out.as_json:
         out.result(content)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from still_export.cli.output import Output, report_folder
 from still_export.errors import ConfigError
+from still_export.package.staging import write_json
 
 SHOWN = 5
 """Wrong answers of a way that are printed; the report has all."""
@@ -75,7 +75,7 @@ def verify_server(
     client.close()
     content = proof.to_dict(found, notes)
     if folder is not None:
-        (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "report.json", content)
     if out.as_json:
         out.result(content)
     else:

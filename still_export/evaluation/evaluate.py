@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -363,8 +362,7 @@ DEFAULT_HAYSTACK = " ".join(
 def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, "options": asdict(options), **asdict(result)}
-    from still_export.package.staging import staged_files
+    from still_export.package.staging import write_json, write_whole
 
-    with staged_files(folder) as work:
-        (work / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (work / "evaluation.md").write_text(f"{result.table()}\n\n`{command}`\n", encoding="utf-8")
+    write_json(folder / "evaluation.json", content)
+    write_whole(folder / "evaluation.md", f"{result.table()}\n\n`{command}`\n")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, PackageError
 from still_export.linearization import harms
 from still_export.linearization.budget import BROKEN, MET, UNMEASURED, Budget
 from still_export.linearization.cost import peak_memory, spoken, step_seconds
@@ -26,6 +26,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.mixers.cache import state_table
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
+from still_export.package.staging import write_whole
 
 PLAN_FILE = "plan.json"
 STATE, MORE = 0.45, 0.1
@@ -112,7 +113,7 @@ class Planner:
             )
         path = run.work / PLAN_FILE
         if run.accelerator.is_main_process and not path.is_file():
-            path.write_text(json.dumps(asdict(self._plan())), encoding="utf-8")
+            write_whole(path, json.dumps(asdict(self._plan())))
         run.accelerator.wait_for_everyone()
         self.plan = BudgetPlan.read(path.read_text(encoding="utf-8"))
         run.questions = self.plan.questions
@@ -222,8 +223,8 @@ class Planner:
         found = harms_of(run, model, attentions, rounds)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found.to_dict()), encoding="utf-8")
-        except OSError as error:
+            write_whole(path, json.dumps(found.to_dict()))
+        except (OSError, PackageError) as error:
             run.log(f"what each layer loses is not kept for another call: {error}")
         return found
 

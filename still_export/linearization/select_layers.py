@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.mixers.layers import Finder, Found
+from still_export.package.staging import write_json
 from still_export.texts.texts import held_out_rows
 
 
@@ -80,7 +80,7 @@ def select_layers(
     choice = LayerChoice(chosen, needs, types)
     if run.accelerator.is_main_process:
         content = {**asdict(choice), "recipe": recipe.to_dict()}
-        (output / "layers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(output / "layers.json", content)
     run.accelerator.wait_for_everyone()
     return choice
 

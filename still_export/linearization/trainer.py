@@ -227,8 +227,12 @@ class Trainer:
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         weights, state = get_state_dict(module, optimizer, options=PARTIAL)
-        with _one_process_is_fine():
-            dcp.save({"weights": weights, "optimizer": state, "best": self.best or weights}, checkpoint_id=partial)
+        try:
+            with _one_process_is_fine():
+                dcp.save({"weights": weights, "optimizer": state, "best": self.best or weights}, checkpoint_id=partial)
+        except dcp.api.CheckpointException as error:  # no Exception; it has those of all processes
+            shutil.rmtree(partial, ignore_errors=True)
+            raise next(iter(error.failures.values()))[0] from None
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")

@@ -20,6 +20,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from still_export.errors import PackageError
 from still_export.package.files import MANIFEST
@@ -40,8 +41,25 @@ _NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 _HERE = -100  # its AT_FDCWD
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Errors of kernels and file systems without renameat2 flags."""
+NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""The system's words for a full disk, a used up quota, and a file longer than the file system or `ulimit -f` allows."""
+SHORT_WRITES = ("requested and", "problem writing element", "unexpected pos", "file write failed")
+"""In what NumPy and PyTorch say of a write that ended early; they drop the system's error."""
 _IMMOVABLE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 """Errors of renaming mount points, folders of lower layers, and folders in a folder of somebody else."""
+
+
+def lacks_room(error: BaseException) -> str:
+    """Why nothing more can be written, with the file if it is known; "" if `error` has another reason.
+
+    Libraries wrap the system's error in their own: safetensors, tokenizers, PyTorch's checkpoints.
+    """
+    said = str(error)
+    reason = next((words for words in NO_ROOM if words in said), "")
+    if not reason and getattr(error, "errno", None) is None and any(words in said for words in SHORT_WRITES):
+        reason = NO_ROOM[0]
+    place = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    return f"{reason} ({place})" if reason and place else reason
 
 
 def is_staged(name: str) -> bool:
@@ -102,6 +120,17 @@ def staged_files(folder: Path) -> Iterator[Path]:
         for path in sorted(staging.iterdir()):
             if path.name != ALIVE:
                 _replace_file(path, real_place(folder / path.name))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or not at all. Raises PackageError as `staged_folder` does."""
+    with staged_files(path.parent) as work:
+        (work / path.name).write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_whole` of JSON with an indent of 1."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def _replace_file(source: Path, target: Path) -> None:
@@ -197,15 +226,20 @@ def _explained(target: Path) -> Iterator[None]:
     """Turn operating system errors of a full or unwritable place into PackageError."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         place = target if target.is_dir() else target.parent
-        free = shutil.disk_usage(place).free >> 20 if place.is_dir() else 0
-        # NumPy reports a short write without an errno.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and free < 64):
+        if reason := lacks_room(error):
+            free = shutil.disk_usage(place).free >> 20 if place.is_dir() else 0
             raise PackageError(
-                f"the disk of {place} is full ({free} MiB free); nothing was left there. Free space or choose another folder."
+                f"cannot write {target} ({free} MiB free): {reason}. Nothing was left there. Free space or choose another folder."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if isinstance(error, OSError) and error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.EEXIST,
+        ):
             raise PackageError(
                 f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
             ) from error

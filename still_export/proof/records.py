@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from still_export.package.files import ARCHIVE, DATA, MODEL
+from still_export.package.staging import write_whole
 from still_export.proof.constants import PROOF_VERSION
 from still_export.proof.inputs import Input
 from still_export.runtime.cuda_driver import CudaError, Driver
@@ -158,13 +159,13 @@ def make_record(
 
 
 def write_record(record: Record, folder: Path) -> Path:
-    """Write a record into `folder` under a unique name."""
+    """Write a record into `folder` under a unique name, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", f"{record.name} {record.machine.gpu or record.machine.processor}".lower()).strip(
         "-"
     )
     path = folder / f"{slug}-{record.date:%Y%m%dT%H%M%SZ}-{record.digest[:6]}.json"
-    path.write_text(record.model_dump_json(indent=1, exclude_unset=True) + "\n", encoding="utf-8")
+    write_whole(path, record.model_dump_json(indent=1, exclude_unset=True) + "\n")
     return path
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from still_export.package.staging import staged_files
+from still_export.package.staging import write_whole
 
 Found = dict[str, str]
 """What failed, by name of the test; "": it passed."""
@@ -15,8 +15,7 @@ Found = dict[str, str]
 
 def write_junit(content: Mapping[str, Any], package: str, path: Path) -> None:
     """Write `junit` to a file in an existing folder, atomically."""
-    with staged_files(path.parent) as work:
-        (work / path.name).write_text(junit(content, package), encoding="utf-8")
+    write_whole(path, junit(content, package))
 
 
 def junit(content: Mapping[str, Any], package: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
-from still_export.package.staging import staged_files
+from still_export.package.staging import write_whole
 from still_export.report.charts import specification
 from still_export.report.description import Plots, Report
 from still_export.version import __version__
@@ -32,8 +32,7 @@ def check_report(path: Path) -> None:
 
 def write_report(report: Report, path: Path) -> None:
     """Write `report` to the file `path`, replacing it."""
-    with staged_files(path.parent) as work:
-        (work / path.name).write_text(render(report), encoding="utf-8")
+    write_whole(path, render(report))
 
 
 def render(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -16,7 +17,7 @@ from still_export.errors import ConfigError
 from still_export.runtime.base import Runner
 from still_export.runtime.prefixes import Arrays, PrefixCache
 from still_export.runtime.sampling import RunError
-from still_export.runtime.snapshot import Snapshot, digest
+from still_export.runtime.snapshot import Snapshot, digest, sweep
 
 WAITING = 8
 """Most states that wait to be written; an answer that adds one more waits."""
@@ -86,8 +87,7 @@ class PrefixFolder:
         self.folder, self.package, self.most_bytes = folder, package, most_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rest in folder.glob(f"{package[:12]}-*.part"):  # of a process that was killed
-                rest.unlink()
+            sweep(folder, f"{package[:12]}-*")
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, "no right to write there")
         except OSError as error:
@@ -105,7 +105,7 @@ class PrefixFolder:
             try:
                 described = Snapshot.describe(path)
             except RunError as error:
-                print(error, file=sys.stderr)
+                self._complain(path, error)
                 continue
             if described["package"] == self.package and described.get("tokens"):
                 found.append(np.asarray(described["tokens"], np.int32))
@@ -118,9 +118,9 @@ class PrefixFolder:
             snapshot = Snapshot.load(path)
             if snapshot.package != self.package or list(snapshot.tokens) != tokens.tolist():
                 raise RunError(f"{path} is of another package or text than its name says; it is not used.")
-            os.utime(path)
+            self._used(path)
         except RunError as error:
-            print(error, file=sys.stderr)
+            self._complain(path, error)
             raise
         return snapshot.arrays, snapshot.length
 
@@ -136,18 +136,36 @@ class PrefixFolder:
     def _path(self, tokens: np.ndarray) -> Path:
         return self.folder / f"{self.package[:12]}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:32]}.safetensors"
 
-    def _files(self) -> list[Path]:
-        """This package's files, the least recently used first."""
-        return sorted(self.folder.glob(f"{self.package[:12]}-*.safetensors"), key=lambda file: file.stat().st_mtime)
+    def _files(self) -> dict[Path, os.stat_result]:
+        """This package's files, the least recently used first. Other processes may write and remove some meanwhile."""
+        found = dict[Path, os.stat_result]()
+        for path in self.folder.glob(f"{self.package[:12]}-*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                found[path] = path.stat()
+        return dict(sorted(found.items(), key=lambda item: item[1].st_mtime_ns))
+
+    def _complain(self, path: Path, error: RunError) -> None:
+        if path.exists():  # else another process has evicted it
+            print(error, file=sys.stderr)
+
+    def _used(self, path: Path) -> None:
+        """Make `path` the most recently used file, also after the system's clock was set back."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+            for last, found in list(self._files().items())[-1:]:
+                if last != path:
+                    os.utime(path, ns=(found.st_mtime_ns + 1,) * 2)
 
     def _write(self) -> None:
         while (snapshot := self._waiting.get()) is not None:
             try:
-                snapshot.save(self._path(np.asarray(snapshot.tokens, np.int32)))
-                sizes = {file: file.stat().st_size for file in self._files()}
+                path = self._path(np.asarray(snapshot.tokens, np.int32))
+                snapshot.save(path)
+                self._used(path)
+                sizes = {file: found.st_size for file, found in self._files().items()}
                 for file in list(sizes)[:-1]:
                     if sum(sizes.values()) > self.most_bytes:
-                        file.unlink()
+                        file.unlink(missing_ok=True)
                         del sizes[file]
-            except Exception as error:  # a full disk, as OSError or safetensors' own: answers do not need it
+            except Exception as error:  # a full disk or lost rights: answers do not need it
                 print(f"a prefix could not be written to {self.folder}: {error}", file=sys.stderr)

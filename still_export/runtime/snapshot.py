@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: nothing is swept
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = "still-export state 1"
 MOST_HEADER = 100_000_000
@@ -83,19 +91,22 @@ class Snapshot:
         Raises:
             RunError: The disk is full, or the file cannot be written.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
         described: dict[str, Any] = {"length": self.length, "package": self.package, "place": self.place}
         described |= {"unread": list(self.unread), "tokens": list(self.tokens), "sha256": self._hash()}
         path = Path(os.path.realpath(path))  # what a link names is replaced, not the link
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = path.with_name(f"{path.name}.{secrets.token_hex(6)}.part")
         try:
-            save_file(self.arrays, part, metadata={"format": FORMAT, "still_export": json.dumps(described)})
-            with part.open("rb") as file:
+            sweep(path.parent, glob.escape(path.name))
+            with contextlib.ExitStack() as stack:
+                with _locked(path.parent):
+                    file = stack.enter_context(part.open("wb"))
+                    if fcntl is not None:
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                _write(file, self.arrays, {"format": FORMAT, "still_export": json.dumps(described)})
+                file.flush()
                 os.fsync(file.fileno())
-            part.replace(path)
-        except (OSError, SafetensorError) as error:
+                part.replace(path)
+        except OSError as error:
             raise RunError(f"{path} cannot be written: {error}. Free space, or choose another file.") from error
         finally:
             with contextlib.suppress(OSError):
@@ -162,6 +173,27 @@ class Snapshot:
         return dict(described)
 
 
+def _write(file: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file. The library's own writer puts another file in the place of an open and locked one."""
+    names = {np.dtype(kind): name for name, kind in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    # The library asks for the largest types first, so that every tensor is aligned.
+    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    start = 0
+    for name, array in ordered.items():
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [start, start + array.nbytes],
+        }
+        start += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for array in ordered.values():
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
 def _read(path: Path, arrays: dict[str, np.ndarray] | None) -> dict[str, str]:
     """Metadata of a safetensors file; `arrays` is filled with its tensors. Boxes that only run packages have no safetensors."""
     with path.open("rb") as file:
@@ -179,6 +211,32 @@ def _read(path: Path, arrays: dict[str, np.ndarray] | None) -> dict[str, str]:
             file.seek(8 + length + start)
             arrays[name] = np.frombuffer(file.read(end - start), TYPES[entry["dtype"]]).reshape(entry["shape"]).copy()
     return metadata
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Remove what killed processes left of files like `pattern`; a living one has its own locked."""
+    if fcntl is None or not (parts := list(folder.glob(f"{pattern}.*.part"))):
+        return
+    with _locked(folder):
+        for part in parts:
+            with contextlib.suppress(OSError), part.open("rb") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock under which files of `folder` are made and swept."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def digest(model: Runner) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError
 from still_export.mixers.layers import FULL, SELECTED, Finder
+from still_export.package.staging import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ class Reuse:
     def write(self, path: Path) -> None:
         lost = [[round(x, 4) for x in row] for row in self.lost]
         content = {"layers": list(self.layers), "lost": lost, "base": self.base}
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content) + "\n")
 
     @classmethod
     def read(cls, path: Path, layers: int) -> Reuse:

@@ -2,17 +2,23 @@
 
 import errno
 import json
-import shutil
+import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 from still_export.errors import PackageError
 from still_export.package.checked import read_manifest
 from still_export.package.folder import open_package, staged_folder, write_manifest
 from still_export.package.refusals import CheckError
+from still_export.package.staging import lacks_room, write_json
 
 CONTENT: dict[str, Any] = {
     "target": "onnx",
@@ -89,15 +95,35 @@ def test_interruption_leaves_the_old_package_or_none(tmp_path: Path, interruptio
     assert [x.name for x in tmp_path.iterdir()] == (["p"] if force else [])
 
 
-@pytest.mark.parametrize(
-    "reason", [(errno.ENOSPC, "No space left on device"), ("problem writing element 5120 to file",)]
-)
-def test_full_disk(reason: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the operating system says it, and as NumPy does: without a number."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
-    with pytest.raises(PackageError, match="full"), staged_folder(tmp_path / "p"):
-        raise OSError(*reason)
+WRITERS: dict[str, Callable[[Path, np.ndarray], Any]] = {
+    "text": lambda path, numbers: path.write_text(str(numbers.tolist())),
+    "numpy": lambda path, numbers: numbers.tofile(path),
+    "numpy, piece by piece": lambda path, numbers: numbers[::3].tofile(path),
+    "safetensors": lambda path, numbers: save_file({"w": numbers}, path),
+    "PyTorch": lambda path, numbers: torch.save({"w": torch.from_numpy(numbers)}, path),
+    "ONNX": lambda path, numbers: onnx.save_tensor(onnx.numpy_helper.from_array(numbers), path),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_room(writer: str, tmp_path: Path) -> None:
+    """Whatever library meets the end of the room; a limit of files is the one that a test can set."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(PackageError, match="Free space"), staged_folder(tmp_path / "p") as work:
+            WRITERS[writer](work / "file", np.arange(1 << 16))
+        with pytest.raises(PackageError, match="Free space"):
+            write_json(tmp_path / "file", list(range(1 << 16)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reason", [(errno.ENOSPC,), (errno.EDQUOT,), ("problem writing element 5120 to file",)])
+def test_errors_of_full_disks_are_known(reason: tuple[Any, ...]) -> None:
+    assert lacks_room(OSError(*reason, *[os.strerror(number) for number in reason if isinstance(number, int)]))
+    assert not lacks_room(OSError(errno.EACCES, "Permission denied"))
 
 
 def test_unwritable_place(tmp_path: Path) -> None:

@@ -196,6 +196,38 @@ def test_the_folder_has_a_bound(tmp_path: Path) -> None:
     same(again, again.find((19, 1, 2)), (19, 1))
 
 
+def test_a_clock_set_back_evicts_no_new_state(tmp_path: Path) -> None:
+    """As on a board without a battery, which begins in 1970."""
+    cache = cached(tmp_path, most=6000)
+    for i in range(4):
+        cache.keep((i, 1), state((i, 1)), 2, lasting=True)
+    cache.close()
+    for file in tmp_path.iterdir():
+        os.utime(file, (1 << 32, 1 << 32))
+    cache = cached(tmp_path, most=6000)
+    cache.find((1, 1, 2))
+    for i in range(10, 20):
+        cache.keep((i, 1), state((i, 1)), 2, lasting=True)
+    cache.close()
+    again = cached(tmp_path)
+    same(again, again.find((19, 1, 2)), (19, 1))
+    assert again.find((0, 1, 2)) is None
+
+
+def test_two_processes_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one evicts while the other looks is no error."""
+    caches = [cached(tmp_path, most=6000) for _ in range(2)]
+    for i in range(60):
+        for number, cache in enumerate(caches):
+            cache.keep((i % 7, number), state((i % 7, number)), 2, lasting=True)
+            cache.clear()
+        cached(tmp_path).find((i % 7, 0, 1))
+    for cache in caches:
+        cache.close()
+    assert capsys.readouterr().err == ""
+    assert not list(tmp_path.glob("*.part"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["ort", "torch"])
 def test_no_turn_is_read_twice(byte_package: Path, runtime: str) -> None:
@@ -259,20 +291,20 @@ def test_calls_read_what_is_new(byte_package: Path, tmp_path: Path) -> None:
 WRITES = """
 import sys, time
 from pathlib import Path
-import safetensors.numpy
+from still_export.runtime import snapshot
 from tests.still_export.runtime.test_prefixes import cached, state
 
-whole, count = safetensors.numpy.save_file, []
+whole, count = snapshot._write, []
 
-def slow(arrays, path, metadata):  # the fourth file comes to its half
-    whole(arrays, path, metadata=metadata)
-    count.append(path)
+def slow(file, arrays, metadata):  # the fourth file comes to its half
+    whole(file, arrays, metadata)
+    count.append(file)
     if len(count) == 4:
-        Path(path).write_bytes(Path(path).read_bytes()[:400])
+        file.truncate(400)
         print("half", flush=True)
         time.sleep(60)
 
-safetensors.numpy.save_file = slow
+snapshot._write = slow
 cache = cached(Path(sys.argv[1]))
 for i in range(4):
     cache.keep((i, 1, 1), state((i, 1, 1)), 3, lasting=True)
@@ -283,6 +315,8 @@ cache.close()
 def test_a_kill_while_writing_loses_nothing_else(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"
+        cached(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 4  # what a living process writes stays
         os.kill(process.pid, signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 4
     cache = cached(tmp_path)
