@@ -25,6 +25,7 @@ SAID = {
     "rwkv6": "RWKV-6",
     "rwkv7": "RWKV-7",
     "radlads": "RWKV-6 or RWKV-7",
+    "rg_lru": "RG-LRU",
     "feed_forward": "",
 }
 """By mixer how a first sentence says it."""
