@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 16
+PROOF_VERSION = 17
 """Version of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 TIMES = 48.0
 """Allowed error of a row, in multiples of PyTorch's own in the same type. Two correct orders of summation differ by up to 12 times a row's

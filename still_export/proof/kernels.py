@@ -177,7 +177,10 @@ def _compare(
 ) -> tuple[float, str]:
     """(Largest error of the kernel in parts of its bound, the finding or "")."""
     dtype = manifest["model"]["dtype"]
-    features = {f"present_{s.name}" for s in node.spec.states if s.features} if provider == "cuda" else set()
+    # A GPU multiplies matrices in the type of activations, or in that of features, and sums in float32.
+    products = dtype if provider == "cuda" else "float32"
+    if products == "float16" and any(state.features for state in node.spec.states):
+        products = "bfloat16"
     outputs = [name for name in node.proto.output if name]
     shown = dict(zip(node.proto.output, node.spec.resolve(node.attributes()).output_names(), strict=False))
     runs = [_Alone(folder, manifest, model, node, calls[0], provider, kernel) for kernel in (native, None)]
@@ -189,8 +192,8 @@ def _compare(
         for name in outputs:
             if name not in right or right[name].dtype.kind not in "f":
                 continue
-            kind = "bfloat16" if shown.get(name) in features else str(kernel[name].dtype)
-            unit = UNITS.get(kind, UNITS[dtype])
+            kind = str(kernel[name].dtype)
+            unit = UNITS.get(products if kind == "float32" else kind, UNITS[dtype])
             (off, _), (own, _) = (errors_of(right[name], x[name].astype(right[name].dtype)) for x in (kernel, body))
             size = np.abs(np.where(np.isfinite(right[name]), right[name], 0))
             usual = float(np.sqrt(np.square(own[0], where=np.isfinite(own[0]), out=np.zeros_like(own[0])).mean()))
