@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ import numpy as np
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 
-try:
+if sys.platform == "win32":
+    fcntl = None  # no such locks: nothing is swept
+else:
     import fcntl
-except ImportError:  # no such locks on this system: nothing is swept
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = "still-export state 1"
 MOST_HEADER = 100_000_000
@@ -105,6 +106,8 @@ class Snapshot:
                 _write(file, self.arrays, {"format": FORMAT, "still_export": json.dumps(described)})
                 file.flush()
                 os.fsync(file.fileno())
+                if fcntl is None:
+                    file.close()  # Windows renames no open file
                 part.replace(path)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error}. Free space, or choose another file.") from error
