@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from still_export.graph.quantization.read import eight_bits
 from still_export.models.read.super_blocks import from_tiles
 from tests.plugins.instructions import (
     ARM,
@@ -24,7 +23,8 @@ from tests.plugins.instructions import (
 from tests.plugins.test_experts import errors_of_tokens, rounded, with_tokens
 from tests.plugins.test_matmul_nbits import CASES, error
 from tests.still_kernels.experts.inputs import nbits_inputs
-from tests.still_kernels.matmul_nbits.inputs import UNIT, exact_numbers, tokens, weight
+from tests.still_kernels.matmul_nbits.inputs import exact_numbers, tokens, weight, with_outliers
+from tests.still_kernels.matmul_nbits.inputs import rounded as rounded_tokens
 from tests.still_kernels.matmul_nbits.super_block_cases import CASES as SUPER_BLOCKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -55,7 +55,7 @@ def demand_parts(products: Products, machine: Machine, call: Callable[[Tensor], 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("m")])
 def test_blocks(products: Products, name: str, kept: torch.dtype, machine: Machine) -> None:
     case = CASES[name]
-    given = tokens(case, 1, sum(PARTS), torch.float32)
+    given = with_outliers(tokens(case, 1, sum(PARTS), torch.float32))
     held = replace(weight(case, kept), input=given)
     found = demand_parts(products, machine, lambda part: matmul_call(held, part), given)
     assert error(found, exact_numbers(held)) < 1e-6
@@ -65,9 +65,9 @@ def test_blocks(products: Products, name: str, kept: torch.dtype, machine: Machi
 @pytest.mark.parametrize("name", list(SUPER_BLOCKS))
 def test_super_blocks(products: Products, name: str, machine: Machine) -> None:
     case = SUPER_BLOCKS[name]
-    given = case.tokens(1, sum(PARTS))
+    given = with_outliers(case.tokens(1, sum(PARTS)))
     found = demand_parts(products, machine, lambda part: super_block_call(case, part), given)
-    assert error(found, eight_bits(given.double(), UNIT) @ case.weight().double().T) < 1e-6
+    assert error(found, rounded_tokens(given.double()) @ case.weight().double().T) < 1e-6
 
 
 @pytest.mark.parametrize("bits, sign", [(4, 1.0), (4, -1.0), (8, 1.0), (8, -1.0)])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from still_export.graph.quantization.read import eight_bits
 from still_kernels.experts.meaning import Inputs
 from still_kernels.experts.spec import EXPERTS
 from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
@@ -16,6 +15,8 @@ from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tests.still_graphs.node_model import NodeOfStates, node_model
 from tests.still_kernels.experts import inputs as experts_cases
 from tests.still_kernels.experts.inputs import as_dense, draw, exact, experts_inputs, nbits_inputs
+from tests.still_kernels.matmul_nbits.inputs import rounded as rounded_tokens
+from tests.still_kernels.matmul_nbits.inputs import with_outliers
 
 E = experts_cases.EXPERTS
 ACTIVATIONS = ["swiglu", "relu2"]
@@ -69,10 +70,10 @@ def errors_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def rounded(given: NBitsInputs) -> Tensor:
-    """What the op gives where all that its matrices read is rounded to 8 bits in blocks of 32, float64."""
+    """What the op gives where all that its matrices read is rounded as MatMulNBits rounds tokens, float64."""
     dense = as_dense(given)
     output = torch.zeros(given.input.shape, dtype=torch.float64)
-    tokens = eight_bits(given.input.double(), 32)
+    tokens = rounded_tokens(given.input.double())
     for row, token, place in torch.cartesian_prod(*(torch.arange(n) for n in given.expert.shape)).tolist():
         number = int(given.expert[row, token, place])
         inner = dense.gate_up[number].double() @ tokens[row, token]
@@ -80,7 +81,7 @@ def rounded(given: NBitsInputs) -> Tensor:
             inner = torch.nn.functional.silu(inner[::2]) * inner[1::2]
         else:
             inner = inner.clamp_min(0) ** 2
-        part = dense.down[number].double() @ eight_bits(inner, 32)
+        part = dense.down[number].double() @ rounded_tokens(inner)
         output[row, token] += given.weight[row, token, place].double() * part
     return output
 
@@ -121,7 +122,7 @@ def wide(bits: int, activation: str) -> Any:
     """A call of 29 tokens over sizes that fill no vector, or no step."""
     if bits:
         given = nbits_inputs(1, 29, bits, True, torch.float32, 32, activation=activation)
-        return replace(given, input=draw(*given.input.shape, seed=9))
+        return replace(given, input=with_outliers(draw(*given.input.shape, seed=9)))
     rows = 45 * (2 if activation == "swiglu" else 1)
     return replace(
         experts_inputs(1, 29, activation=activation),

@@ -9,7 +9,17 @@ import torch
 
 from tests.still_graphs.node_model import NodeOfStates, session
 from tests.still_graphs.test_matmul_nbits import model_of
-from tests.still_kernels.matmul_nbits.inputs import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
+from tests.still_kernels.matmul_nbits.inputs import (
+    CODES_FROM_0,
+    FEW,
+    MANY,
+    Case,
+    exact,
+    exact_numbers,
+    tokens,
+    weight,
+    with_outliers,
+)
 
 CASES = {
     **FEW,
@@ -55,8 +65,8 @@ def test_kernel_equals_rounded_tokens_times_the_weight(library: str, name: str) 
     case = CASES[name]
     node = Node(case, library, threads=2)
     for batch, count in case.rows:
-        given = tokens(case, batch, count, torch.float32)
-        assert error(node(given), node.expected(given)) < 1e-6
+        for given in (own := tokens(case, batch, count, torch.float32), with_outliers(own)):
+            assert error(node(given), node.expected(given)) < 1e-6
 
 
 @pytest.mark.usefixtures("instructions")
@@ -66,7 +76,7 @@ def test_kernel_equals_rounded_tokens_times_the_weight(library: str, name: str) 
 @pytest.mark.parametrize("kept", [torch.float16, torch.float32], ids=str)
 def test_a_call_gives_what_the_calls_of_its_tokens_give(library: str, name: str, kept: torch.dtype) -> None:
     case = CASES[name]
-    given = tokens(case, 1, 69, torch.float32)  # more than are computed at once
+    given = with_outliers(tokens(case, 1, 69, torch.float32))  # more than are computed at once
     node = Node(case, library, kept, threads=2)
     whole = node(given)
     assert error(whole, node.expected(given)) < 1e-6

@@ -12,6 +12,8 @@ from still_kernels.matmul_nbits.plan import Inputs, dequantized
 
 UNIT = 32
 """Inputs that the CPU's kernels round with one factor."""
+OUTLIER = 4.0
+"""Root mean squares of a token beyond which a number has its unit rounded twice."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,28 @@ def tokens(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float1
     return torch.randn(batch, count, case.inputs, generator=generator).to(dtype)
 
 
+def with_outliers(given: Tensor) -> Tensor:
+    """The same with a few large numbers in two of three tokens, in one unit or several."""
+    far = given.clone()
+    far[:, ::3, 5::97] *= 50
+    far[:, 1::3, -1:] = 300
+    return far
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Tokens as the CPU's kernels round them: to 8 bits by UNIT inputs, and what is left of units with an outlier once more."""
+    codes = eight_bits(x, UNIT)
+    far = x.unflatten(-1, (-1, UNIT)).abs().amax(-1) > OUTLIER * x.square().mean(-1, keepdim=True).sqrt()
+    return codes + eight_bits(x - codes, UNIT) * far.repeat_interleave(UNIT, -1)
+
+
 def exact(given: Inputs) -> Tensor:
     """The product over the weight as it is held, float64."""
     return given.input.double() @ dequantized(given).double().T
 
 
-def exact_numbers(given: Inputs, rounded: bool = True) -> Tensor:
-    """The same over scales and offsets as they are; `rounded`: of tokens in 8 bits by UNIT inputs, as the CPU's kernels round them."""
+def exact_numbers(given: Inputs, round_tokens: bool = True) -> Tensor:
+    """The same over scales and offsets as they are; `round_tokens`: of tokens as `rounded` has them."""
     wide = {name: x.double() for name, x in vars(given).items() if name in ("scales", "offsets") and x is not None}
     x = given.input.double()
-    return exact(replace(given, input=eight_bits(x, UNIT) if rounded else x, **wide))
+    return exact(replace(given, input=rounded(x) if round_tokens else x, **wide))

@@ -36,7 +36,7 @@ struct Parts
     float *wide, *inner, *middle;
     Rooms sums, rooms;
     float* block_sums; // of pairs: sums of the rounded ones by block
-    low_bit::Rounded rounded{};
+    low_bit::Rounded rounded{}, rest{};
 
     void lay_out(Layer const& layer, int64_t count, int step, Scratch& scratch)
     {
@@ -53,9 +53,12 @@ struct Parts
         if (layer.gate_up.bits && layer.gate_up.rounded())
         {
             auto const units = static_cast<size_t>(low_bit::units_of(longest, step)) * pairs;
-            rounded.codes = scratch.take<int8_t>(units * low_bit::kUnit);
-            rounded.factors = scratch.take<float>(units * low_bit::kRows);
-            rounded.sums = scratch.take<float>(units * low_bit::kRows);
+            for (low_bit::Rounded* each : {&rounded, &rest})
+            {
+                each->codes = scratch.take<int8_t>(units * low_bit::kUnit);
+                each->factors = scratch.take<float>(units * low_bit::kRows);
+                each->sums = scratch.take<float>(units * low_bit::kRows);
+            }
             block_sums = scratch.take<float>(static_cast<size_t>(longest / layer.gate_up.block) * pairs);
         }
         if (layer.gate_up.bits)
@@ -143,9 +146,9 @@ private:
             });
     }
 
-    low_bit::Rounded rounded(low_bit::Layer const& matrix, int64_t place) const
+    // Those of the pairs from `place`.
+    low_bit::Rounded from(low_bit::Rounded here, low_bit::Layer const& matrix, int64_t place) const
     {
-        low_bit::Rounded here = parts_.rounded;
         here.units = low_bit::units_of(matrix.inputs, low_bit_.step);
         here.codes += place * here.units * low_bit::kUnit;
         here.factors += place * here.units * low_bit::kRows, here.sums += place * here.units * low_bit::kRows;
@@ -156,7 +159,9 @@ private:
     {
         if (!parts_.rounded.codes)
             return;
-        low_bit::Rounded const here = rounded(matrix, place);
+        low_bit::Rounded const rest = from(parts_.rest, matrix, place);
+        low_bit::Rounded here = from(parts_.rounded, matrix, place);
+        here.rest = &rest;
         low_bit::Tensors tensors{};
         tensors.input = own;
         low_bit_.round({&matrix, &tensors, &here, 0, 1, 0, 0, nullptr});
@@ -165,7 +170,7 @@ private:
         {
             float total = 0;
             for (int64_t u = b * units; u < (b + 1) * units; ++u)
-                total += here.sums[u * low_bit::kRows];
+                total += here.sums[u * low_bit::kRows] + rest.sums[u * low_bit::kRows];
             parts_.block_sums[place * blocks + b] = total;
         }
     }
@@ -200,7 +205,9 @@ private:
         x.input = task.input, x.blocks = values, x.output = task.output;
         x.scales = static_cast<char const*>(weight.scales) + first * matrix.blocks() * (matrix.half_scales ? 2 : 4);
         x.zero_points = weight.zero_points ? weight.zero_points + first * matrix.zero_bytes : nullptr;
-        low_bit::Rounded const here = rounded(matrix, matrix.rounded() ? place : 0);
+        low_bit::Rounded const rest = from(parts_.rest, matrix, matrix.rounded() ? place : 0);
+        low_bit::Rounded here = from(parts_.rounded, matrix, matrix.rounded() ? place : 0);
+        here.rest = &rest;
         if (!matrix.rounded() || !x.zero_points)
             return (matrix.rounded() ? low_bit_.multiply : low_bit_.exact)({&own, &x, &here, 0, task.tokens, task.row, task.rows, room});
         // Subtracts a row's zero points together: within the GEMM's steps they take two fifths of its time (1.22 instead of 0.74 ms, one
@@ -209,7 +216,7 @@ private:
         Zeros const zeros{&matrix, x.zero_points + task.row * matrix.zero_bytes, static_cast<float const*>(x.scales) + task.row * blocks,
             parts_.block_sums + place * blocks, room};
         own.zero = 0, x.zero_points = nullptr;
-        low_bit_.multiply({&own, &x, &here, 0, task.tokens, task.row, task.rows, nullptr});
+        low_bit_.multiply({&own, &x, &here, 0, task.tokens, task.row, task.rows, room});
         kernels_.subtract_zeros(task, zeros);
     }
 

@@ -1,6 +1,9 @@
 // The tasks of a GEMM with a weight in blocks. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "matmul_nbits.h"
 
+#include <algorithm>
+#include <cmath>
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -60,8 +63,21 @@ inline int8_t* place(int8_t* codes, int64_t unit)
     return codes + unit / kStep * kStep * kUnit + unit % kStep * kHalf;
 }
 
+// The step size beyond which a unit of a token has an outlier; infinite or NaN, so that none is, if an input is or nearly.
+inline float outlier_step(float const* x, int64_t inputs)
+{
+    Vec squares = {};
+    for (int64_t i = 0; i < inputs; i += kLanes)
+        squares += load(x + i) * load(x + i);
+    float sum = 0;
+    for (int i = 0; i < kLanes; ++i)
+        sum += squares[i];
+    return kOutlier / 127 * std::sqrt(sum / static_cast<float>(inputs));
+}
+
 // Rounds one unit of a token. Its first half is the inputs at even places for 4-bit codes, two in a byte, and the first 16 for 8 bits.
-inline void round_unit(float const* x, int bits, int8_t* first, float* factor, float* sum)
+// `rest` is what rounding leaves.
+inline void round_unit(float const* x, int bits, int8_t* first, float* factor, float* sum, float* rest)
 {
     float const step = step_of(x);
     float const inverse = inverse_of(step);
@@ -72,6 +88,8 @@ inline void round_unit(float const* x, int bits, int8_t* first, float* factor, f
         VecInt const code = nearest(load(x + i) * inverse);
         total += code;
         std::memcpy(codes + i, &code, sizeof code);
+        Vec const left = load(x + i) - step * __builtin_convertvector(code, Vec);
+        std::memcpy(rest + i, &left, sizeof left);
     }
     int8_t* const second = first + kStep * kHalf;
     for (int i = 0; i < kHalf; ++i)
@@ -89,22 +107,34 @@ inline void round_unit(float const* x, int bits, int8_t* first, float* factor, f
 void round_units(Task const& task)
 {
     Layer const& layer = *task.layer;
-    int64_t const units = task.rounded->units;
+    Rounded const &to = *task.rounded, &rest = *to.rest;
+    int64_t const units = to.units;
     for (int64_t t = 0; t < task.tokens; ++t)
     {
         float const* const x = at<float>(task.tensors->input, (task.token + t) * layer.inputs);
-        int8_t* const codes = task.rounded->codes + t * units * kUnit;
-        float *const factors = task.rounded->factors + t * units * kRows, *const sums = task.rounded->sums + t * units * kRows;
+        float const limit = outlier_step(x, layer.inputs);
         for (int64_t u = 0; u < units; ++u)
-            if (u < layer.inputs / kUnit)
-                round_unit(x + u * kUnit, layer.bits, place(codes, u), factors + u * kRows, sums + u * kRows);
-            else
+        {
+            int64_t const own = t * units + u;
+            auto const codes = [=](Rounded const& of) { return place(of.codes + t * units * kUnit, u); };
+            auto const clear = [=](Rounded const& of)
             {
-                std::memset(place(codes, u), 0, kHalf);
-                std::memset(place(codes, u) + kStep * kHalf, 0, kHalf);
-                std::memset(factors + u * kRows, 0, sizeof(float) * kRows);
-                std::memset(sums + u * kRows, 0, sizeof(float) * kRows);
-            }
+                std::memset(codes(of), 0, kHalf);
+                std::memset(codes(of) + kStep * kHalf, 0, kHalf);
+                std::memset(of.factors + own * kRows, 0, sizeof(float) * kRows);
+                std::memset(of.sums + own * kRows, 0, sizeof(float) * kRows);
+            };
+            bool const padding = u >= layer.inputs / kUnit;
+            float left[kUnit], last[kUnit];
+            if (padding)
+                clear(to);
+            else
+                round_unit(x + u * kUnit, layer.bits, codes(to), to.factors + own * kRows, to.sums + own * kRows, left);
+            if (!padding && to.factors[own * kRows] > limit)
+                round_unit(left, layer.bits, codes(rest), rest.factors + own * kRows, rest.sums + own * kRows, last);
+            else
+                clear(rest);
+        }
     }
 }
 
@@ -229,6 +259,28 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     }
 }
 
+// Notes in the task's room for each unit which of `count` tokens from `t` have an outlier there, a bit for each.
+inline void mark_outliers(Task const& task, int64_t t, int64_t count)
+{
+    Rounded const& rest = *task.rounded->rest;
+    int64_t const units = task.layer->inputs / kUnit;
+    std::memset(task.room, 0, sizeof(Marks) * static_cast<size_t>(up(units, kStep)));
+    auto* const marks = reinterpret_cast<Marks*>(task.room);
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t u = 0; u < units; ++u)
+            marks[u] |= static_cast<Marks>(rest.factors[((t + i) * rest.units + u) * kRows] != 0) << i;
+}
+
+// The tokens with an outlier in the step from `unit`.
+inline Marks marks_of_step(Task const& task, int64_t unit)
+{
+    Marks marks[kStep], all = 0;
+    std::memcpy(marks, reinterpret_cast<Marks const*>(task.room) + unit, sizeof marks);
+    for (Marks const one : marks)
+        all |= one;
+    return all;
+}
+
 // Four rows; the last one is repeated after the end.
 template <typename S>
 inline Rows<S> rows_of(Task const& task, int64_t row)
@@ -272,6 +324,14 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
     }
     if (u < units)
         step<Bits, Count, Plain>(task, rows, shift, u, static_cast<int>(units - u), t, total);
+    Task rest = task;
+    rest.rounded = task.rounded->rest;
+    for (u = 0; u < units; u += kStep)
+        for (Marks marks = marks_of_step(task, u); marks; marks &= marks - 1)
+        {
+            int const i = __builtin_ctzll(marks);
+            step<Bits, 1, Plain>(rest, rows, shift, u, static_cast<int>(units - u < kStep ? units - u : kStep), t + i, total + i);
+        }
     int64_t const count = layer.outputs - row < kRows ? layer.outputs - row : kRows;
     for (int i = 0; i < Count; ++i)
     {
@@ -303,6 +363,7 @@ int64_t multiply_some(Task const& task, int shift, int64_t t)
     if (left >= kLeastLanes || (kLeastLanes == 2 && task.tokens > 1))
     {
         int64_t const count = left < kMostLanes ? left : kMostLanes;
+        mark_outliers(task, t, count);
         for (int64_t row = task.row; row < end; row += kLaneRows)
             multiply_lanes<Bits, S>(task, shift, row, t, static_cast<int>(count));
         return count;
@@ -311,6 +372,7 @@ int64_t multiply_some(Task const& task, int shift, int64_t t)
     if (left > 1)
     {
         int64_t const count = left >= kMostTokens ? kMostTokens : left >= 4 ? 4 : 2;
+        mark_outliers(task, t, count);
         for (int64_t row = task.row; row < end; row += kRows)
             switch (count)
             {
@@ -320,6 +382,7 @@ int64_t multiply_some(Task const& task, int shift, int64_t t)
             }
         return count;
     }
+    mark_outliers(task, t, 1);
     bool const plain = shift == 0 && !task.tensors->zero_points && !task.tensors->offsets;
     for (int64_t row = task.row; row < end; row += kRows)
         (plain ? tile<Bits, 1, S, true> : tile<Bits, 1, S>)(task, shift, row, t);

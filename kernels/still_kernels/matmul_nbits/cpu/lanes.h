@@ -121,7 +121,6 @@ template <int Bits, typename S>
 void multiply_lanes(Task const& task, int shift, int64_t row, int64_t t, int count)
 {
     Layer const& layer = *task.layer;
-    Rounded const& tokens = *task.rounded;
     int64_t const units = layer.inputs / kUnit;
     Rows<S> rows[kStep];
     uint8_t const* codes_of[kLaneRows];
@@ -133,33 +132,49 @@ void multiply_lanes(Task const& task, int shift, int64_t row, int64_t t, int cou
     for (int i = 0; i < count; ++i)
         for (Quads& total : totals[i])
             total = Quads{};
-    for (int64_t unit = 0; unit < units; unit += kStep)
+    auto const add_steps = [&](Rounded const& tokens, bool outliers)
     {
-        constexpr int bytes = kLaneRows * kStep * kUnit * Bits / 8;
-        for (int byte = 0; byte < bytes; byte += 64)
-            __builtin_prefetch(codes_of[0] + kAhead + unit / kStep * bytes + byte, 0, 1);
-        int const here = units - unit < kStep ? static_cast<int>(units - unit) : kStep;
-        Quads scales[kStep], leasts[kStep], scale[kStep], least[kStep];
-        for (int i = 0; i < kStep; ++i)
+        for (int64_t unit = 0; unit < units; unit += kStep)
         {
-            Blocks const blocks = blocks_of<Bits>(task, rows[i], shift, unit, here);
-            scales[i] = blocks.scale, leasts[i] = blocks.least;
-        }
-        turn_quads(scales, scale), turn_quads(leasts, least);
-        for (int part = 0; part < here; ++part)
-        {
-            Bytes codes[kFours<Bits>];
-            unpack<Bits>(codes_of, unit + part, codes);
-            for (int i = 0; i < count; ++i)
+            int const here = units - unit < kStep ? static_cast<int>(units - unit) : kStep;
+            if (outliers && !marks_of_step(task, unit))
+                continue;
+            constexpr int bytes = kLaneRows * kStep * kUnit * Bits / 8;
+            if (!outliers)
+                for (int byte = 0; byte < bytes; byte += 64)
+                    __builtin_prefetch(codes_of[0] + kAhead + unit / kStep * bytes + byte, 0, 1);
+            Quads scales[kStep], leasts[kStep], scale[kStep], least[kStep];
+            for (int i = 0; i < kStep; ++i)
             {
-                int64_t const place = (t + i) * tokens.units + unit;
-                Quads const sums = unit_products<Bits>(codes, tokens.codes + place * kUnit + part * kHalf);
-                Quads const factor = spread(tokens.factors[(place + part) * kRows]);
-                totals[i][part] += sums * scale[part] * factor;
-                totals[i][part] += least[part] * spread(tokens.sums[(place + part) * kRows]);
+                Blocks const blocks = blocks_of<Bits>(task, rows[i], shift, unit, here);
+                scales[i] = blocks.scale, leasts[i] = blocks.least;
+            }
+            turn_quads(scales, scale), turn_quads(leasts, least);
+            for (int part = 0; part < here; ++part)
+            {
+                Marks marks = reinterpret_cast<Marks const*>(task.room)[unit + part];
+                if (outliers && !marks)
+                    continue;
+                Bytes codes[kFours<Bits>];
+                unpack<Bits>(codes_of, unit + part, codes);
+                auto const add = [&](int i)
+                {
+                    int64_t const place = (t + i) * tokens.units + unit;
+                    Quads const sums = unit_products<Bits>(codes, tokens.codes + place * kUnit + part * kHalf);
+                    totals[i][part] += sums * scale[part] * spread(tokens.factors[(place + part) * kRows]);
+                    totals[i][part] += least[part] * spread(tokens.sums[(place + part) * kRows]);
+                };
+                if (outliers)
+                    for (; marks; marks &= marks - 1)
+                        add(__builtin_ctzll(marks));
+                else
+                    for (int i = 0; i < count; ++i)
+                        add(i);
             }
         }
-    }
+    };
+    add_steps(*task.rounded, false);
+    add_steps(*task.rounded->rest, true);
     int64_t const left = task.row + task.rows - row, wide = left < kLaneRows ? left : kLaneRows;
     for (int i = 0; i < count; ++i)
     {

@@ -17,28 +17,29 @@ constexpr int64_t kSerialNumbers = 8 << 10; // of tokens, below which they are r
 // Layout of a call's scratch memory.
 struct Parts
 {
-    Rounded rounded{};
-    Rooms rooms; // of the exact kernel
+    Rounded rounded{}, rest{};
+    Rooms rooms;
 
     void lay_out(Layer const& layer, int64_t tokens, Kernels const& kernels, Scratch& scratch)
     {
-        if (layer.super_block)
-        {
-            auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
-            rounded.codes = scratch.take<int8_t>(inputs);
-            rounded.factors = scratch.take<float>(inputs / kUnit);
-            rounded.sums = scratch.take<float>(inputs / static_cast<size_t>(layer.block));
-        }
-        else if (layer.rounded())
-        {
-            rounded.units = units_of(layer.inputs, kernels.step);
-            auto const units = static_cast<size_t>(rounded.units * std::min(tokens, kTokens));
-            rounded.codes = scratch.take<int8_t>(units * kUnit);
-            rounded.factors = scratch.take<float>(units * kRows);
-            rounded.sums = scratch.take<float>(units * kRows);
-        }
-        else
-            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(layer.inputs, 16)));
+        for (Rounded* each : {&rounded, &rest})
+            if (layer.super_block)
+            {
+                auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
+                each->codes = scratch.take<int8_t>(inputs);
+                each->factors = scratch.take<float>(inputs / kUnit);
+                each->sums = scratch.take<float>(inputs / static_cast<size_t>(layer.block));
+            }
+            else if (layer.rounded())
+            {
+                each->units = units_of(layer.inputs, kernels.step);
+                auto const units = static_cast<size_t>(each->units * std::min(tokens, kTokens));
+                each->codes = scratch.take<int8_t>(units * kUnit);
+                each->factors = scratch.take<float>(units * kRows);
+                each->sums = scratch.take<float>(units * kRows);
+            }
+        int64_t const marks = units_of(layer.inputs, kernels.step) * static_cast<int64_t>(sizeof(Marks) / sizeof(float));
+        rooms = scratch.take_rooms(kLanes, static_cast<size_t>(layer.rounded() ? marks : 2 * up(layer.inputs, 16)));
     }
 };
 
@@ -73,17 +74,22 @@ void multiply(Layer const& layer, Tensors const& tensors, Host& host)
     for (int64_t token = 0; token < tensors.tokens; token += kTokens)
     {
         int64_t const count = std::min(tensors.tokens - token, kTokens);
-        parts.rounded.tokens = count;
+        parts.rounded.tokens = parts.rest.tokens = count;
+        parts.rounded.rest = &parts.rest;
         if (layer.rounded())
         {
             auto const round = [&](int64_t first, int64_t tokens)
             {
-                Rounded here = parts.rounded;
-                here.first = first;
-                if (!layer.super_block)
+                Rounded here = parts.rounded, rest = parts.rest;
+                here.rest = &rest;
+                for (Rounded* each : {&here, &rest})
                 {
-                    here.codes += first * here.units * kUnit;
-                    here.factors += first * here.units * kRows, here.sums += first * here.units * kRows;
+                    each->first = first;
+                    if (!layer.super_block)
+                    {
+                        each->codes += first * each->units * kUnit;
+                        each->factors += first * each->units * kRows, each->sums += first * each->units * kRows;
+                    }
                 }
                 kernels.round({&layer, &tensors, &here, token + first, tokens, 0, 0, nullptr});
             };

@@ -241,8 +241,8 @@ inline Vec numbers_of(Half const* from, int64_t apart)
 #endif
 }
 
-// Rounds a unit of a token, and sums its dequantized numbers by block.
-inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums)
+// Rounds a unit of a token, and sums its dequantized numbers by block. `rest` is what rounding leaves.
+inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums, float* rest)
 {
     float const inverse = inverse_of(*factor = step_of(x));
     for (int begin = 0; begin < kPart; begin += block)
@@ -254,6 +254,8 @@ inline void round_part(float const* x, int block, int8_t* codes, float* factor, 
             total += code;
             for (int j = 0; j < kLanes; ++j)
                 codes[i + j] = static_cast<int8_t>(code[j]);
+            Vec const left = load(x + i) - *factor * __builtin_convertvector(code, Vec);
+            std::memcpy(rest + i, &left, sizeof left);
         }
         int32_t whole = 0;
         for (int i = 0; i < kLanes; ++i)
@@ -271,29 +273,43 @@ inline int chunk_tokens(Rounded const& rounded, int64_t begin)
 void round_tokens(Task const& task)
 {
     Layer const& layer = *task.layer;
-    Rounded const& to = *task.rounded;
+    Rounded const &to = *task.rounded, &rest = *to.rest;
     int64_t const supers = layer.inputs / kSuper;
     for (int64_t t = 0; t < task.tokens; ++t)
     {
         float const* const x = at<float>(task.tensors->input, (task.token + t) * layer.inputs);
+        float const limit = outlier_step(x, layer.inputs);
         int64_t const begin = (to.first + t) / kChunk * kChunk;
         for (int64_t s = 0; s < supers; ++s)
         {
             int64_t const place = begin * supers + s * chunk_tokens(to, begin) + (to.first + t - begin);
-            for (int i = 0; i < kSuper; i += kPart)
-                round_part(x + s * kSuper + i, layer.block, to.codes + place * kSuper + i, to.factors + (place * kSuper + i) / kPart,
-                    to.sums + (place * kSuper + i) / layer.block);
+            for (int64_t i = place * kSuper; i < (place + 1) * kSuper; i += kPart)
+            {
+                float left[kPart], last[kPart];
+                float* const factor = rest.factors + i / kPart;
+                round_part(x + s * kSuper + i - place * kSuper, layer.block, to.codes + i, to.factors + i / kPart,
+                    to.sums + i / layer.block, left);
+                if (to.factors[i / kPart] > limit)
+                    round_part(left, layer.block, rest.codes + i, factor, rest.sums + i / layer.block, last);
+                else
+                {
+                    *factor = 0;
+                    std::memset(rest.codes + i, 0, kPart);
+                    std::memset(rest.sums + i / layer.block, 0, sizeof(float) * static_cast<size_t>(kPart / layer.block));
+                }
+            }
         }
     }
 }
 
-// The outputs of `tiles` tiles for `several` tokens; `One`: for one token, whose sums stay in registers.
-template <int Bits, bool One>
-void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int several)
+// Adds the products of `several` tokens, or of what rounding left of their units with an outlier, to outputs of `tiles` tiles; `One`: of
+// one token, whose sums stay in registers.
+template <int Bits, bool One, bool Rest>
+inline void add_tile(
+    Task const& task, Rounded const& tokens, int64_t row, int tiles, int64_t token, int several, Vec (*totals)[kPieces])
 {
     constexpr int blocks = Bits == 4 ? 8 : 16, parts = kSuper / kPart, most = One ? 1 : kChunk;
     Layer const& layer = *task.layer;
-    Rounded const& tokens = *task.rounded;
     int const count = One ? 1 : several;
     int64_t const supers = layer.inputs / kSuper, numbers = (Bits == 4 ? 2 : 1) * kTile;
     int64_t const bytes = supers * kSuperBytes<Bits>, apart = (tiles - 1) * supers * numbers;
@@ -301,29 +317,31 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
     Place from{begin, begin + (tiles - 1) * bytes};
     uint8_t const *ahead = begin + groups_ahead(tiles * bytes) * tiles * bytes, *asked = ahead;
     Half const* scales = at<Half>(task.tensors->scales, row * supers * numbers / kTile);
-    Vec totals[most][kPieces], sums[most][kPieces];
-    for (int t = 0; t < count; ++t)
-        for (Vec& total : totals[t])
-            total = Vec{};
-    for (int64_t super = 0; super < supers; ++super, from = from + kSuperBytes<Bits>)
+    Vec sums[most][kPieces];
+    for (int64_t super = 0; super < supers; ++super, from = from + kSuperBytes<Bits>, scales += numbers)
     {
-        for (int t = 0; t < count; ++t)
-            for (Vec& sum : sums[t])
-                sum = Vec{};
         int64_t const place = token * supers + super * count;
         int8_t const* const x = tokens.codes + place * kSuper;
         float const* const factors = tokens.factors + place * parts;
+        if (Rest && std::all_of(factors, factors + count * parts, [](float factor) { return factor == 0; }))
+            continue;
+        for (int t = 0; t < count; ++t)
+            for (Vec& sum : sums[t])
+                sum = Vec{};
         for (int i = 0; i < parts; ++i)
         {
-            for (uint8_t const* const end = ahead + tiles * kSuperBytes<Bits> / parts; asked < end; asked += 64)
-                __builtin_prefetch(asked);
-            ahead += tiles * kSuperBytes<Bits> / parts;
+            if constexpr (!Rest)
+            {
+                for (uint8_t const* const end = ahead + tiles * kSuperBytes<Bits> / parts; asked < end; asked += 64)
+                    __builtin_prefetch(asked);
+                ahead += tiles * kSuperBytes<Bits> / parts;
+            }
             Part<Bits> unpacked[kPieces];
             for (int piece = 0; piece < kPieces; ++piece)
                 unpack(from, i, piece, unpacked[piece]);
             int first = 0;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-            if (count > 1)
+            if (!Rest && count > 1)
             {
                 Part<Bits> const pairs[kPieces] = {paired(unpacked[0]), paired(unpacked[1])};
                 for (; first + 1 < count; first += 2)
@@ -337,8 +355,12 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
             }
 #endif
             for (int t = first; t < count; ++t)
+            {
+                if (Rest && factors[t * parts + i] == 0)
+                    continue;
                 for (int piece = 0; piece < kPieces; ++piece)
                     sums[t][piece] += dot(unpacked[piece], x + t * kSuper + i * kPart) * factors[t * parts + i];
+            }
         }
         for (int piece = 0; piece < kPieces; ++piece)
         {
@@ -361,10 +383,21 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
                 totals[t][piece] -= (even + odd) * least;
             }
         }
-        scales += Bits == 4 ? 2 * kTile : kTile;
     }
+}
+
+template <int Bits, bool One>
+void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int several)
+{
+    int const count = One ? 1 : several;
+    Vec totals[One ? 1 : kChunk][kPieces];
     for (int t = 0; t < count; ++t)
-        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), totals[t],
+        for (Vec& total : totals[t])
+            total = Vec{};
+    add_tile<Bits, One, false>(task, *task.rounded, row, tiles, token, count, totals);
+    add_tile<Bits, One, true>(task, *task.rounded->rest, row, tiles, token, count, totals);
+    for (int t = 0; t < count; ++t)
+        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * task.layer->outputs + row), totals[t],
             sizeof(float) * static_cast<size_t>(tiles * kTile));
 }
 
