@@ -1,7 +1,6 @@
 // The tasks of a GEMM with a weight in blocks. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "matmul_nbits.h"
 
-#include <algorithm>
 #include <cmath>
 
 #if defined(__AVX2__)
@@ -259,13 +258,20 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     }
 }
 
-// Notes in the task's room for each unit which of `count` tokens from `t` have an outlier there, a bit for each.
+// For each unit of whole steps the tokens of a pass with an outlier there, which `mark_outliers` writes.
+inline Marks* marks_of(Task const& task)
+{
+    return reinterpret_cast<Marks*>(task.room);
+}
+
+// Marks `count` tokens from `t`. Read once for all rows: factors of many tokens fill the L1 cache.
 inline void mark_outliers(Task const& task, int64_t t, int64_t count)
 {
     Rounded const& rest = *task.rounded->rest;
     int64_t const units = task.layer->inputs / kUnit;
-    std::memset(task.room, 0, sizeof(Marks) * static_cast<size_t>(up(units, kStep)));
-    auto* const marks = reinterpret_cast<Marks*>(task.room);
+    Marks* const marks = marks_of(task);
+    for (int64_t u = 0; u < up(units, kStep); ++u)
+        marks[u] = 0;
     for (int64_t i = 0; i < count; ++i)
         for (int64_t u = 0; u < units; ++u)
             marks[u] |= static_cast<Marks>(rest.factors[((t + i) * rest.units + u) * kRows] != 0) << i;
@@ -274,10 +280,9 @@ inline void mark_outliers(Task const& task, int64_t t, int64_t count)
 // The tokens with an outlier in the step from `unit`.
 inline Marks marks_of_step(Task const& task, int64_t unit)
 {
-    Marks marks[kStep], all = 0;
-    std::memcpy(marks, reinterpret_cast<Marks const*>(task.room) + unit, sizeof marks);
-    for (Marks const one : marks)
-        all |= one;
+    Marks all = 0;
+    for (int i = 0; i < kStep; ++i)
+        all |= marks_of(task)[unit + i];
     return all;
 }
 

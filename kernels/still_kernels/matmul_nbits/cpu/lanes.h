@@ -14,6 +14,7 @@ constexpr int kLeastLanes = 8; // tokens, below which transposing costs more
 constexpr int kLeastLanes = 2;
 #endif
 constexpr int kMostLanes = 64, kLaneRows = kStep * kRows;
+static_assert(kMostLanes <= 8 * sizeof(Marks));
 
 // Transposes dwords of 16 bytes of kLaneRows rows: for each place one of every row.
 inline void turn_rows(uint8_t const* const* rows, int64_t byte, Bytes* to)
@@ -152,7 +153,7 @@ void multiply_lanes(Task const& task, int shift, int64_t row, int64_t t, int cou
             turn_quads(scales, scale), turn_quads(leasts, least);
             for (int part = 0; part < here; ++part)
             {
-                Marks marks = reinterpret_cast<Marks const*>(task.room)[unit + part];
+                Marks marks = marks_of(task)[unit + part];
                 if (outliers && !marks)
                     continue;
                 Bytes codes[kFours<Bits>];

@@ -56,8 +56,8 @@ constexpr int kTile = 8;    // interleaved outputs, with integer scales
 constexpr int kChunk = 64;  // tokens whose numbers of kSuper inputs, 16 KB, fit into the L1 cache
 constexpr int kSuper = 256; // inputs whose scales share a number
 constexpr int64_t kTokens = 512; // rounded at once
-// Root mean squares of a token's inputs, beyond which a number makes its unit an outlier. Of SmolLM2's units 18% are, and logits err 0.4
-// times as far. With 8 it is 5% of the units, half the error, and half the time that the second pass takes.
+// Root mean squares of a token's inputs, beyond which a number makes its unit an outlier. Of 175 right answers of SmolLM2 172 stay; with 8
+// 168, for half the time of the second pass; without it 163.
 constexpr float kOutlier = 4;
 
 // Tokens in 8 bits, and for each unit, four times in a row, its step size and the sum of its dequantized codes. With tiles codes are

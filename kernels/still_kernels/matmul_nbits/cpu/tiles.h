@@ -5,6 +5,8 @@
 // the others. Each code is unpacked once for up to kChunk tokens and stays in registers for all of them.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/common/elements.h"
 #include "matmul_nbits.h"
 
