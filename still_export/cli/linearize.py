@@ -158,18 +158,16 @@ def linearize(
             result = run(
                 recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
             )
-        except (
-            BaseException
-        ) as end:  # Ctrl-C or a full disk, while it trains or measures, keeps what a run can go on from
+        except BaseException as end:
+            # Ctrl-C or a full disk, while it trains or measures, keeps what a run can go on from.
             reason = lacks_room(end)
             if (isinstance(end, Exception) and not reason) or not RunFolder(output).has_run():
                 raise
             words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
-            kept = f"{f'{reason}; ' if reason else ''}a checkpoint is kept. "
-            again = (
-                f"Go on{', when there is room' if reason else ''}: {shlex.join(['still-export', *words, '--resume'])}"
-            )
-            complain("DiskFull" if reason else "Interrupted", kept + again)
+            kept = f"{reason}; a checkpoint is kept" if reason else "a checkpoint is kept"
+            again = "Go on, when there is room" if reason else "Go on"
+            said = f"{kept}. {again}: {shlex.join(['still-export', *words, '--resume'])}"
+            complain("DiskFull" if reason else "Interrupted", said)
             raise typer.Exit(2) from None
     leave_processes()
     content = {"recipe": recipe.to_dict(), **result.to_dict()}

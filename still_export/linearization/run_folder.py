@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError, TrainingError
-from still_export.package.staging import real_place
+from still_export.package.staging import real_place, write_json
 
 RUN_FILE, WORK = "run.json", "training"
 TO_REPLACE = "Pass --resume to continue its run, or --force to replace it."
@@ -63,8 +63,8 @@ class RunFolder:
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
         replaced = sorted(p.name for p in self.output.iterdir() if p.name != WORK)
-        (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
-        (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+        write_json(self.work / REPLACED_FILE, replaced)
+        write_json(self.work / RUN_FILE, mine)
 
     def has_run(self) -> bool:
         """Whether a run can be resumed here."""

@@ -36,6 +36,7 @@ CHECKS = (
         "refusals",
         "tokenizer_bounds",
         "files",
+        "locks",
         "checked",
         "external",
         "installed",

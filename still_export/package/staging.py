@@ -24,11 +24,7 @@ from typing import Any
 
 from still_export.errors import PackageError
 from still_export.package.files import MANIFEST
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system: nothing is swept
-    fcntl = None  # type: ignore[assignment]
+from still_export.package.locks import LOCKS, hold, is_held, locked
 
 ALIVE = ".alive"
 """File in a staged folder that its writer keeps locked."""
@@ -43,8 +39,11 @@ _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Errors of kernels and file systems without renameat2 flags."""
 NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """The system's words for a full disk, a used up quota, and a file longer than the file system or `ulimit -f` allows."""
-SHORT_WRITES = ("requested and", "problem writing element", "unexpected pos", "file write failed")
-"""In what NumPy and PyTorch say of a write that ended early; they drop the system's error."""
+SHORT_WRITE = re.compile(
+    r"\d+ requested and \d+ written|problem writing element \d+ to file|unexpected pos \d+ vs \d+|file write failed"
+)
+"""What NumPy and PyTorch say of a write that ended early; they drop the system's error."""
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _IMMOVABLE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 """Errors of renaming mount points, folders of lower layers, and folders in a folder of somebody else."""
 
@@ -56,7 +55,7 @@ def lacks_room(error: BaseException) -> str:
     """
     said = str(error)
     reason = next((words for words in NO_ROOM if words in said), "")
-    if not reason and getattr(error, "errno", None) is None and any(words in said for words in SHORT_WRITES):
+    if not reason and getattr(error, "errno", None) is None and SHORT_WRITE.search(said):
         reason = NO_ROOM[0]
     place = getattr(error, "filename2", None) or getattr(error, "filename", None)
     return f"{reason} ({place})" if reason and place else reason
@@ -93,14 +92,14 @@ def staged_folder(
     with _explained(target):
         place = target if _stays(target) else target.parent
         if place.is_dir():
-            with _locked(place):
+            with locked(place):
                 sweep(place)  # first, because it restores what was moved aside
         _check_target(target, force, replaceable, kind)
         place.mkdir(parents=True, exist_ok=True)
         with _staging(target, place) as staging:
             yield staging
             set_modes(staging)
-            with _locked(place):
+            with locked(place):
                 _check_target(target, force, replaceable, kind)  # another process may have created it meanwhile
                 (staging / ALIVE).unlink(missing_ok=True)
                 _put(staging, target, keep())
@@ -149,7 +148,7 @@ def real_place(path: Path) -> Path:
 
 def sweep(parent: Path) -> None:
     """Remove folders that killed processes left in `parent`, and restore a folder that one had moved. The caller has the parent's lock."""
-    if fcntl is None:
+    if not LOCKS:
         return
     for path in sorted(parent.glob(".*.staged")) + sorted(parent.glob(".*.old")) + sorted(parent.glob(".*.whole")):
         match = _STAGED.fullmatch(path.name)
@@ -179,7 +178,7 @@ def set_modes(folder: Path) -> None:
 def _staging(target: Path, place: Path, alone: bool = True) -> Iterator[Path]:
     """A new folder in `place` for `target`, locked while this process lives; deleted at the end if it is still there."""
     staging = place / f".{target.name}.{secrets.token_hex(6)}.staged"
-    with _locked(place):
+    with locked(place):
         sweep(place)
         others = [p for p in place.glob(".*.staged") if _name(p) == target.name and writer_lives(p)]
         if alone and others:
@@ -233,41 +232,19 @@ def _explained(target: Path) -> Iterator[None]:
             raise PackageError(
                 f"cannot write {target} ({free} MiB free): {reason}. Nothing was left there. Free space or choose another folder."
             ) from error
-        if isinstance(error, OSError) and error.errno in (
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOTDIR,
-            errno.EEXIST,
-        ):
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
             raise PackageError(
                 f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
             ) from error
         raise
 
 
-@contextlib.contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """Hold the lock for making, placing and sweeping staged folders in `parent`; without file locks, none."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _hold(staging: Path) -> int | None:
     """Lock the file that shows that this process lives."""
-    if fcntl is None:
+    if not LOCKS:
         return None
     handle = os.open(staging / ALIVE, os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    hold(handle)
     return handle
 
 
@@ -280,12 +257,7 @@ def writer_lives(staging: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
+        return is_held(handle)
     finally:
         os.close(handle)
 

@@ -105,7 +105,7 @@ class PrefixFolder:
             try:
                 described = Snapshot.describe(path)
             except RunError as error:
-                self._complain(path, error)
+                self._complain(error)
                 continue
             if described["package"] == self.package and described.get("tokens"):
                 found.append(np.asarray(described["tokens"], np.int32))
@@ -120,7 +120,7 @@ class PrefixFolder:
                 raise RunError(f"{path} is of another package or text than its name says; it is not used.")
             self._used(path)
         except RunError as error:
-            self._complain(path, error)
+            self._complain(error)
             raise
         return snapshot.arrays, snapshot.length
 
@@ -144,8 +144,8 @@ class PrefixFolder:
                 found[path] = path.stat()
         return dict(sorted(found.items(), key=lambda item: item[1].st_mtime_ns))
 
-    def _complain(self, path: Path, error: RunError) -> None:
-        if path.exists():  # else another process has evicted it
+    def _complain(self, error: RunError) -> None:
+        if not isinstance(error.__cause__, FileNotFoundError):  # another process has evicted it
             print(error, file=sys.stderr)
 
     def _used(self, path: Path) -> None:

@@ -8,21 +8,16 @@ import hashlib
 import json
 import os
 import secrets
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from still_export.package.locks import LOCKS, hold, is_held, locked
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
-
-if sys.platform == "win32":
-    fcntl = None  # no such locks: nothing is swept
-else:
-    import fcntl
 
 FORMAT = "still-export state 1"
 MOST_HEADER = 100_000_000
@@ -99,14 +94,13 @@ class Snapshot:
         try:
             sweep(path.parent, glob.escape(path.name))
             with contextlib.ExitStack() as stack:
-                with _locked(path.parent):
+                with locked(path.parent):
                     file = stack.enter_context(part.open("wb"))
-                    if fcntl is not None:
-                        fcntl.flock(file, fcntl.LOCK_EX)
+                    hold(file.fileno())
                 _write(file, self.arrays, {"format": FORMAT, "still_export": json.dumps(described)})
                 file.flush()
                 os.fsync(file.fileno())
-                if fcntl is None:
+                if not LOCKS:
                     file.close()  # Windows renames no open file
                 part.replace(path)
         except OSError as error:
@@ -218,28 +212,13 @@ def _read(path: Path, arrays: dict[str, np.ndarray] | None) -> dict[str, str]:
 
 def sweep(folder: Path, pattern: str) -> None:
     """Remove what killed processes left of files like `pattern`; a living one has its own locked."""
-    if fcntl is None or not (parts := list(folder.glob(f"{pattern}.*.part"))):
+    if not LOCKS or not (parts := list(folder.glob(f"{pattern}.*.part"))):
         return
-    with _locked(folder):
+    with locked(folder):
         for part in parts:
-            with contextlib.suppress(OSError), part.open("rb") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                part.unlink()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock under which files of `folder` are made and swept."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+            with contextlib.suppress(OSError), part.open("rb") as file:
+                if is_held(file.fileno()) is False:
+                    part.unlink()
 
 
 def digest(model: Runner) -> str:

@@ -1,7 +1,8 @@
-"""Ctrl-C in a training."""
+"""Ctrl-C, and a full disk, in a training."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import struct
@@ -41,8 +42,19 @@ def test_nothing_changes_behind_the_last_step() -> None:
     assert [signal.getsignal(each) for each in INTERRUPTS] == before
 
 
-def test_an_interrupt_while_it_measures_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "kind, end, go_on", [("Interrupted", Stop(), "Go on"), ("DiskFull", FULL, "Go on, when there is room")]
+)
+def test_an_end_while_it_measures_says_how_to_go_on(
+    kind: str,
+    end: BaseException,
+    go_on: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where a run was begun; before, nothing is there to go on from."""
     (tmp_path / "base").mkdir()
@@ -56,11 +68,11 @@ def test_an_interrupt_while_it_measures_says_how_to_go_on(
         def run(recipe: object, output: Path, begun: bool = begun, **_: object) -> None:
             if begun:
                 RunFolder(output).begin({}, False)
-            raise Stop
+            raise end
 
         monkeypatch.setattr("still_export.linearization.linearize.linearize", run)
-        with pytest.raises(SystemExit if begun else Stop) as end:
+        with pytest.raises(SystemExit if begun else (Stop, SystemExit)) as left:
             main(words)
         said = " ".join(capsys.readouterr().err.split())
-        assert ("a checkpoint is kept. Go on: still-export linearize" in said) == begun
-    assert end.value.code == 2 and said.endswith("--resume") and "--force" not in said
+        assert (f"a checkpoint is kept. {go_on}: still-export linearize" in said) == begun
+    assert left.value.code == 2 and kind in said and said.endswith("--resume") and "--force" not in said

@@ -124,6 +124,7 @@ def test_no_room(writer: str, tmp_path: Path) -> None:
 def test_errors_of_full_disks_are_known(reason: tuple[Any, ...]) -> None:
     assert lacks_room(OSError(*reason, *[os.strerror(number) for number in reason if isinstance(number, int)]))
     assert not lacks_room(OSError(errno.EACCES, "Permission denied"))
+    assert not lacks_room(RuntimeError("2 GPUs were requested and none is there"))
 
 
 def test_unwritable_place(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from still_export.errors import PackageError
 from still_export.package import staging
+from still_export.package.locks import locked
 from still_export.package.staging import staged_files, staged_folder
 
 KILLED = """
@@ -222,7 +223,7 @@ with staging.staged_folder(target, force=True) as folder:
     if "manifest.json" in states and len(set(states.values())) > 1:
         pytest.fail(f"a reader takes a mixture for a package: {states}")
     place = target if inside else tmp_path
-    with staging._locked(place):
+    with locked(place):
         staging.sweep(place)
     assert {p.name: p.read_text() for p in target.iterdir()} == dict.fromkeys(("manifest.json", "b", "c"), "new")
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
