@@ -85,7 +85,7 @@ def packages_of(place: Path) -> list[Path]:
 
 def kernels(place: Path, out: Path) -> Piece:
     tests = ("-n", str(CORES), "-m", "gpu and not slow", "tests/still_kernels")
-    return Piece(240, {"kernels": [*PYTEST, *tests]})
+    return Piece(480, {"kernels": [*PYTEST, *tests]})
 
 
 def core(place: Path, out: Path) -> Piece:

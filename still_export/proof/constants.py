@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 17
+PROOF_VERSION = 18
 """Version of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 TIMES = 48.0
 """Allowed error of a row, in multiples of PyTorch's own in the same type. Two correct orders of summation differ by up to 12 times a row's
@@ -16,6 +16,9 @@ USELESS = 1.0
 token's logits."""
 OP_TIMES, OP_UNITS = 2.0, 1.0
 """Allowed error of a kernel: this multiple of its function body's error, and units of the type beside it."""
+DISTURBANCES, OP_MOVED = 8, 8.0
+"""Runs of a function body with disturbed inputs, for a kernel beyond its bound, and how many times as far as they move a row it may be off:
+several roundings in a row, and the largest of thousands of rows beside a mean of squares."""
 NEAR_CODE = 2.0**-10
 """Distance from halfway between two codes of an 8-bit cache, in codes, within which a runtime in float32 may take the other one: rounding
 moves a number of a few layers by a millionth, and the largest code is 127."""

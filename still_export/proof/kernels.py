@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from still_export.package.files import MODEL
 from still_export.package.refusals import RunError
 from still_export.proof.answers import Progress, silent
 from still_export.proof.cases import errors_of
-from still_export.proof.constants import OP_TIMES, OP_UNITS, ROUNDINGS
+from still_export.proof.constants import DISTURBANCES, OP_MOVED, OP_TIMES, OP_UNITS, ROUNDINGS
 from still_export.proof.sessions import Subject
 from still_export.proof.verdict import Check, Verdict
 from still_export.proof.widen import widen
@@ -183,33 +183,55 @@ def _compare(
         products = "bfloat16"
     outputs = [name for name in node.proto.output if name]
     shown = dict(zip(node.proto.output, node.spec.resolve(node.attributes()).output_names(), strict=False))
-    runs = [_Alone(folder, manifest, model, node, calls[0], provider, kernel) for kernel in (native, None)]
+    kernel, body = (_Alone(folder, manifest, model, node, calls[0], provider, each) for each in (native, None))
     wide = None if node.spec.traced else _Alone(folder, manifest, model, node, calls[0], "cpu", None, wide=True)
     worst, finding = 0.0, ""
     for number, call in enumerate(calls):
-        kernel, body = (run(call) for run in runs)
+        got, own = kernel(call), body(call)
         right = _meaning(node, call) if wide is None else wide(call)
+        moved: dict[str, np.ndarray] = {}
         for name in outputs:
             if name not in right or right[name].dtype.kind not in "f":
                 continue
-            kind = str(kernel[name].dtype)
+            kind = str(got[name].dtype)
             unit = UNITS.get(products if kind == "float32" else kind, UNITS[dtype])
-            (off, _), (own, _) = (errors_of(right[name], x[name].astype(right[name].dtype)) for x in (kernel, body))
+            off, error = (errors_of(right[name], x[name].astype(right[name].dtype))[0][0] for x in (got, own))
             size = np.abs(np.where(np.isfinite(right[name]), right[name], 0))
-            usual = float(np.sqrt(np.square(own[0], where=np.isfinite(own[0]), out=np.zeros_like(own[0])).mean()))
+            usual = float(np.sqrt(np.square(error, where=np.isfinite(error), out=np.zeros_like(error)).mean()))
             rows = size.max(-1, initial=0) if size.ndim > 1 else size
-            bound = OP_TIMES * np.fmax(np.nan_to_num(own[0], posinf=0.0), usual) + OP_UNITS * unit * rows
+            bound = OP_TIMES * np.fmax(np.nan_to_num(error, posinf=0.0), usual) + OP_UNITS * unit * rows
             bound = np.maximum(bound, UNITS["float32"] * float(size.max(initial=0)))
-            share = np.nan_to_num(off[0], posinf=np.inf) / np.maximum(bound, np.finfo(np.float64).tiny)
+            off = np.nan_to_num(off, posinf=np.inf)
+            if (off > bound).any():
+                moved = moved or moved_by_rounding(body, call, UNITS.get(products, UNITS[dtype]))
+                bound = np.maximum(bound, OP_MOVED * moved[name])
+            share = off / np.maximum(bound, np.finfo(np.float64).tiny)
             if share.size and float(share.max()) > worst:
                 worst = float(share.max())
                 at = tuple(int(i) for i in np.unravel_index(int(share.argmax()), share.shape))
                 if worst > 1:
                     finding = (
-                        f"{shown.get(name, name)}, call {number + 1}, row {list(at)}: {off[0][at]:.2g} off, its body "
-                        f"{own[0][at]:.2g}, bound {bound[at]:.2g}"
+                        f"{shown.get(name, name)}, call {number + 1}, row {list(at)}: {off[at]:.2g} off, its body "
+                        f"{error[at]:.2g}, bound {bound[at]:.2g}"
                     )
     return worst, finding
+
+
+def moved_by_rounding(run: Callable[[Arrays], Arrays], call: Arrays, unit: float) -> dict[str, np.ndarray]:
+    """How far the rows of each output move, as a mean of squares, if each number that is read errs by up to a unit of the type in which
+    kernels multiply. Sums of terms that cancel move by more than a unit of what is left; a row of a state may be one such number."""
+    random, before = np.random.default_rng(0), run(call)
+    squares: dict[str, np.ndarray] = {}
+    for _ in range(DISTURBANCES):
+        feed = {
+            name: (x * (1 + unit * random.uniform(-1, 1, x.shape))).astype(x.dtype) if x.dtype.kind == "f" else x
+            for name, x in call.items()
+        }
+        for name, x in run(feed).items():
+            if x.dtype.kind == "f":
+                (rows, _), _ = errors_of(before[name].astype(np.float64), x.astype(np.float64))
+                squares[name] = squares.get(name, 0.0) + np.square(np.nan_to_num(rows, posinf=0.0))
+    return {name: np.sqrt(total / DISTURBANCES) for name, total in squares.items()}
 
 
 class _Alone:
