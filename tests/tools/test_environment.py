@@ -26,6 +26,10 @@ FILES = (
     "setup.py",
     "still_export/version.py",
 )
+DRIVER = pytest.mark.skipif(
+    Path("/proc/driver/nvidia/version").exists() or bool(shutil.which("nvidia-smi")),
+    reason="with an NVIDIA driver the usual build of PyTorch is installed, from the usual index",
+)
 SHELLS = [shell for shell in ("bash", "zsh", "dash", "fish") if shutil.which(shell)]
 
 
@@ -74,6 +78,7 @@ def test_sourced_it_says_what_to_type_and_moves_nobody(shell: str, clone: Path) 
     assert done.stdout.split() == ["2", str(clone.resolve())]
 
 
+@DRIVER
 def test_what_is_there_is_not_installed_again(clone: Path) -> None:
     def install(extras: str) -> list[str]:
         done = typed("bash", f"bash tools/env.sh {extras}", clone)
@@ -90,6 +95,7 @@ def test_what_is_there_is_not_installed_again(clone: Path) -> None:
     assert any("-e .[dev]" in words for words in install("dev"))  # whose versions may be others now
 
 
+@DRIVER
 def test_another_index_is_no_failure_and_an_unknown_extra_is_one(clone: Path) -> None:
     done = typed("bash", "bash tools/env.sh cpu", clone)
     assert "cannot be reached: from the usual index" in done.stderr and "failed" not in done.stderr

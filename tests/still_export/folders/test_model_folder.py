@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import still_export
 from still_export.errors import CheckpointError
 from still_export.folders.files import Files
 from still_export.folders.model import ModelFolder
@@ -22,7 +24,7 @@ from tests.still_export.tiny import plain_model
 from tests.still_export.training import byte_tokenizer
 from tests.still_export.verbs import call
 
-OURS = f"{os.sep}still_export{os.sep}"
+OURS, STANDARD = str(Path(still_export.__file__).parent), sysconfig.get_paths()["stdlib"]
 _counted: dict[Path, Counter[str]] = {}
 _hooked = False
 
@@ -31,8 +33,9 @@ def _by_us(frame: FrameType | None) -> bool:
     """Whether the nearest caller outside the standard library is this project; transformers opens its files itself."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if "site-packages" in name or OURS in name:
-            return OURS in name and "site-packages" not in name
+        standard = name.startswith((STANDARD, "<")) and "site-packages" not in name
+        if not standard:
+            return name.startswith(OURS)
         frame = frame.f_back
     return False
 

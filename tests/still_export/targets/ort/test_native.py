@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime import OrtValue, SessionOptions
+from onnxruntime import OrtValue, SessionOptions, get_available_providers
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
@@ -290,6 +290,7 @@ def test_bodies_on_cuda_are_said_to_be_slow(
         del package.manifest["native"]["archs"]
 
 
+@pytest.mark.skipif("CUDAExecutionProvider" in get_available_providers(), reason="has that provider")
 def test_an_onnxruntime_without_cuda_is_told_what_to_install(
     export_tiny: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
