@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ STEPS = 16
 @dataclass(frozen=True)
 class Harms:
     """The expected increase of the loss by layer and by number of salient tokens per chunk (`levels`), as shares of all layers' at the
-    middle level: of text, and of answers to questions about facts in the text, the mean of several kinds of prompts."""
+    middle level: of text, and of answers to questions about facts in the text, the mean of several kinds of prompts. `rounds` were asked
+    for."""
 
     chunk: int
     levels: list[int]
@@ -98,32 +100,48 @@ class Harms:
         return asdict(self)
 
 
-def harms_of(run: LinearizationRun, model: Any, attentions: Sequence[Trainable], rounds: int = MOST) -> Harms:
-    """Harms in a run's untrained model with all layers linearized, over rows of its training text and questions about facts in them."""
+def harms_of(
+    run: LinearizationRun, model: Any, attentions: Sequence[Trainable], rounds: int = MOST, seconds: float = math.inf
+) -> Harms:
+    """Harms in a run's untrained model with all layers linearized, over rows of its training text and questions about facts in them.
+
+    Args:
+        seconds: If FEWEST rounds would take longer, rows and prompts are shorter; the rounds end then, one at least.
+    """
     chunk = run.still.chunk_size
     levels = sorted({max(1, int(chunk * share)) for share in MEASURED})
     tokens = min(TOKENS, run.context, len(run.corpus.train))
     device = run.accelerator.device
-    text = torch.zeros(len(attentions), len(levels))
     train, rng = run.corpus.train, np.random.default_rng((run.recipe.seed, tokens))
     natural = NaturalWriter(run.tokenizer, train, turn_pieces(run.tokenizer))
     plain, needle = TaskWriter(run.tokenizer, train), task_named("needle")
-    short = min(tokens, SHORT)
+    short, begin = min(tokens, SHORT), time.monotonic()
+
+    def harm(ids: np.ndarray, answer: int = 0) -> Tensor:
+        return damages(model, attentions, torch.from_numpy(ids.astype(np.int64))[None].to(device), levels, answer)
+
+    for _ in range(2 if seconds < math.inf else 0):  # the first run allocates
+        begin = time.monotonic()
+        harm(train[:short])
+    a_token = (time.monotonic() - begin) / short
+    while tokens > short and FEWEST * 3 * (tokens + short) * a_token > seconds:
+        tokens = max(short, tokens // 2)
     kinds: list[tuple[int, Callable[[float], tuple[np.ndarray, int]]]] = [
         (2, lambda depth: plain.prompt(needle, tokens, depth, rng)),
         (2, lambda depth: natural.prompt(short, depth, rng)),
         (1, lambda depth: plain.prompt(needle, short, depth, rng)),
     ]
+    text = torch.zeros(len(attentions), len(levels))
     answers = [torch.zeros_like(text) for _ in kinds]
     for number in range(rounds):
         start = (len(train) - tokens) * number // max(1, rounds - 1)
-        row = torch.from_numpy(train[start : start + tokens].astype(np.int64))
-        text += damages(model, attentions, row[None].to(device), levels)
+        text += harm(train[start : start + tokens])
         for found, (count, write) in zip(answers, kinds, strict=True):
             for at in range(count):
                 with contextlib.suppress(ConfigError):  # with byte tokens even one fact may exceed a small context
-                    ids, answer = write((number * count + at + 0.5) / (rounds * count) * 0.8)
-                    found += damages(model, attentions, torch.from_numpy(ids)[None].to(device), levels, answer)
+                    found += harm(*write((number * count + at + 0.5) / (rounds * count) * 0.8))
+        if time.monotonic() - begin > seconds:
+            break
 
     def shares(values: Tensor) -> np.ndarray:
         # More tokens cannot harm more: where they seem to, it is noise.

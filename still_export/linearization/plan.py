@@ -42,7 +42,7 @@ MEASURING = 0.4
 """Largest share of the time for measuring: the base, the trials' text and the result, MEASUREMENTS full measurements in all."""
 MEASUREMENTS = 3.4
 HARMS = 0.25
-"""Largest share of the time for harms, beyond their fewest rounds."""
+"""Largest share of the time for harms, of which one round is measured in any case."""
 EVERYDAY, PER_QUESTION = 0.2, 220
 """Largest share of the time for everyday questions; tokens of one for base and model, a generated one counted twice."""
 FULL_RATE_STEPS = 40
@@ -220,7 +220,7 @@ class Planner:
             run.log(f"what each layer loses was measured before: {path}")
             return known
         run.log(f"measuring what each layer loses, in {rounds} rounds")
-        found = harms_of(run, model, attentions, rounds)
+        found = harms_of(run, model, attentions, rounds, HARMS * 60 * self.budget.time)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(found.to_dict()))

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from still_export.errors import ConfigError
+from still_export.linearization import harms, trainer
 from still_export.linearization import plan as module
-from still_export.linearization import trainer
 from still_export.linearization.budget import RANGES, Budget
 from still_export.linearization.harms import Harms
 from still_export.linearization.linearize import linearize
@@ -220,6 +221,32 @@ def test_what_was_measured_is_kept_for_another_call(
     kept.write_text("{}")  # what cannot be read is measured
     with pytest.raises(pytest.fail.Exception):
         linearize(recipe, tmp_path / "third")
+
+
+@pytest.mark.parametrize(("a_token", "longest", "rows"), [(1e-3, 256, 2), (4.0, 64, 1)])
+def test_harms_end_with_their_share_of_the_time(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_token: float, longest: int, rows: int
+) -> None:
+    """A slow machine reads shorter rows, and ends after one round; its measurement is kept as that of the rounds asked for."""
+    monkeypatch.setenv("STILL_CACHE", str(tmp_path / "cache"))
+    clock, read, real = [0.0], [], harms.damages
+
+    def damages(model: Any, attentions: Any, ids: torch.Tensor, levels: Any, answer: int = 0) -> torch.Tensor:
+        clock[0] += a_token * ids.shape[1]
+        read.append((ids.shape[1], answer))
+        return real(model, attentions, ids, levels, answer)
+
+    monkeypatch.setattr(harms, "damages", damages)
+    monkeypatch.setattr(harms, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(harms, "SHORT", 64)
+    monkeypatch.setattr(harms, "TOKENS", 256)
+    monkeypatch.setattr(module, "MOST", module.FEWEST)
+    result = linearize(budgeted(base, text, "loss 1000%", sequence_length=256, finetune_steps=0), tmp_path / "model")
+    assert result.plan is not None
+    assert max(length for length, _ in read) == longest
+    assert [length for length, answer in read if not answer][2:] == [
+        longest
+    ] * rows  # behind two that measure the speed
 
 
 def test_every_promise_is_met_or_not_or_not_measured() -> None:
