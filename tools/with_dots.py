@@ -5,14 +5,19 @@ usage: python tools/with_dots.py [--else WORDS] WHAT COMMAND...      --else: sai
 
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
 
 
 def run(what: str, *command: str, otherwise: str = "") -> int:
     """Run `command` with dots on stderr; the exit code. `otherwise` replaces what it prints if it fails."""
     begin = time.monotonic()
     print(what, end=" ", file=sys.stderr, flush=True)
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL if otherwise else None) as process:
+    errors = subprocess.DEVNULL if otherwise else subprocess.PIPE
+    with subprocess.Popen(command, stderr=errors, text=True, errors="replace") as process:
+        relay = threading.Thread(target=_relay, args=(process.stderr or (),))
+        relay.start()
         while True:
             try:
                 code = process.wait(2)
@@ -22,8 +27,15 @@ def run(what: str, *command: str, otherwise: str = "") -> int:
             except KeyboardInterrupt:  # which the command has got, too
                 code = process.wait()
                 break
+        relay.join()
     print(f" {time.monotonic() - begin:.0f} s" if code == 0 else f" {otherwise or 'failed'}", file=sys.stderr)
     return code
+
+
+def _relay(lines: Iterable[str]) -> None:
+    """Print lines of the command behind the line of dots."""
+    for number, line in enumerate(lines):
+        print("" if number else "\n", line, sep="", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

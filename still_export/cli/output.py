@@ -118,7 +118,8 @@ class Output:
         """Print `content` with --json, else `lines`."""
         if not self.first:
             return
-        self._end_line()
+        if self._dots is not None:
+            self._dots.end_line()
         if self.as_json:
             print(json.dumps(content, indent=1, default=str))
         else:
@@ -131,12 +132,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Print to stderr, even if quiet."""
-        self._end_line()
         print(printable(text), file=sys.stderr)
-
-    def _end_line(self) -> None:
-        if self._dots is not None:
-            self._dots.end_line()
 
     @contextlib.contextmanager
     def _log_file(self, step: str) -> Iterator[Dots]:

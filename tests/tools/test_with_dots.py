@@ -14,7 +14,7 @@ def test_a_silent_command_has_dots_its_time_and_its_code() -> None:
     done = run("installing", "sh", "-c", "echo out; sleep 2.2")
     assert done.returncode == 0 and done.stdout == "out\n" and done.stderr == "installing . 2 s\n"
     done = run("trying", "sh", "-c", "echo lost >&2; exit 3")
-    assert done.returncode == 3 and done.stderr == "trying lost\n failed\n"
+    assert done.returncode == 3 and done.stderr == "trying \nlost\n failed\n"
     done = run("--else", "not here", "trying", "sh", "-c", "echo lost >&2; exit 3")
     assert done.returncode == 3 and done.stderr == "trying  not here\n"
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
+from collections.abc import Callable
 
 import pytest
 
 from still_export.cli import dots
+from still_export.cli.errors import complain
 from still_export.cli.output import Output
 
 
@@ -58,6 +62,27 @@ def test_every_kind_of_progress_has_dots(capsys: pytest.CaptureFixture[str]) -> 
         wait()  # the answer is being written
         assert capsys.readouterr().err == ""
     assert said == 7
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("say", [
+    lambda: complain("DiskFull", "no room"), lambda: print("no room", file=sys.stderr), lambda: sys.stderr.writelines(["no room\n"]),
+    lambda: warnings.warn("no room", stacklevel=1), lambda: print("no room", file=sys.stderr, end=""), lambda: Output().say("no room"),
+])  # fmt: skip
+def test_whatever_is_said_meanwhile_gets_its_own_line(
+    say: Callable[[], None], capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda text, *_: print(text, file=sys.stderr)
+    with Output().training() as bar:
+        bar("transfer", 1, 9, {"loss": 1.0})
+        wait()
+        say()
+        wait()
+        bar("transfer", 2, 9, {"loss": 1.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.endswith("no room") and "left" not in line for line in lines), lines
+    assert not isinstance(sys.stderr, dots._OwnLines)
 
 
 @pytest.mark.usefixtures("quick")
