@@ -22,12 +22,12 @@ CONTEXT = 200
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
 
-def exported(folder: Path, family: str, speculate: int = 0, **still: str) -> Path:
-    """A package of hybrid and softmax layers, chunks of 8 tokens, a capacity of CONTEXT tokens."""
+def exported(folder: Path, family: str, speculate: int = 0, context: int = CONTEXT, **still: str) -> Path:
+    """A package of hybrid and softmax layers, chunks of 8 tokens, a capacity of `context` tokens."""
     import torch
 
     sizes = dict(vocab_size=257, eos_token_id=256, bos_token_id=None, pad_token_id=None)
-    model = still_model(family, torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT, **still)
+    model = still_model(family, torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=context, **still)
     model.save_pretrained(folder / "model")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
