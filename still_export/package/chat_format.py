@@ -180,9 +180,11 @@ class ChatFormat:
 
 
 def _joined(content: Any, mark: str, place: int) -> Any:
-    """`content` with `mark` before (0) or after (-1) its text."""
-    if isinstance(content, str) or not content:
+    """`content` with `mark` before (0) or after (-1) its text; unchanged if it is neither a text nor parts, which are refused later."""
+    if content is None or isinstance(content, str) or content == []:
         return mark + (content or "") if place == 0 else (content or "") + mark
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        return content
     parts = [dict(part) for part in content]
     parts[place]["text"] = _joined(parts[place].get("text"), mark, place)
     return parts

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import GrammarError, RunError
 from still_export.runtime.text import Text
 
 MOST_CHARACTERS = 200_000
@@ -43,14 +43,13 @@ class LarkGrammar:
         library = _library()
         tokenizer, self._never = _tokenizer(text, vocabulary)
         self._matcher = library.LLMatcher(tokenizer, lark, log_level=0)
+        self._bits = self._matcher.compute_bitmask()  # some schemas fail only here, such as one that requires itself
         self._check("the schema is not one that answers can follow")
         self.ended = False
 
     def allowed(self) -> np.ndarray:
         """Tokens that may come next, bool [V]."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check("the grammar of this answer failed")
-        found = np.unpackbits(bits, bitorder="little").astype(bool)
+        found = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little").astype(bool)
         if self._never is not None:
             found[self._never] = False
         return found
@@ -58,12 +57,14 @@ class LarkGrammar:
     def take(self, token: int) -> None:
         """Add a token of the answer."""
         self._matcher.consume_token(token)
-        self._check("the grammar of this answer failed")
         self.ended = self._matcher.is_stopped() or (self._never is not None and self._matcher.is_accepting())
+        if not self.ended:
+            self._bits = self._matcher.compute_bitmask()
+        self._check("the grammar of this answer failed")
 
     def _check(self, what: str) -> None:
         if fault := self._matcher.get_error():
-            raise RunError(f"{what}: {' '.join(fault.split())[:300]}.")
+            raise GrammarError(f"{what}: {' '.join(fault.split())[:300]}.")
 
 
 def answer_lark(
@@ -177,9 +178,13 @@ def tools_lark(
 
 def _xml(rules: list[str], number: int, name: str, schema: Mapping[str, Any]) -> str:
     """`<function=NAME>` with a `<parameter=NAME>` for each property; adds rules for their values."""
-    parts, required = [_quoted(f"<function={name}>\n")], schema.get("required") or ()
+    parts = [_quoted(f"<function={name}>\n")]
+    required, properties = schema.get("required") or [], schema.get("properties") or {}
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        raise RunError(f"the parameters of the tool {name!r:.60} are no JSON Schema.")
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for place, (key, inner) in enumerate((schema.get("properties") or {}).items()):
+    for place, (key, inner) in enumerate(properties.items()):
+        choices = inner.get("enum") if isinstance(inner, Mapping) else None
         rule, end = f"value_{number}_{place}", "\n</parameter>\n"
         if (
             isinstance(inner, Mapping)
@@ -187,8 +192,8 @@ def _xml(rules: list[str], number: int, name: str, schema: Mapping[str, Any]) ->
             and not {"enum", "const", "pattern"} & set(inner)
         ):
             rules.append(f"{rule}[lazy]: /(.|\\n)*/ {_quoted(end)}")
-        elif isinstance(inner, Mapping) and all(isinstance(choice, str) for choice in inner.get("enum") or [0]):
-            rules.append(f"{rule}: ({' | '.join(map(_quoted, inner['enum']))}) {_quoted(end)}")
+        elif isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+            rules.append(f"{rule}: ({' | '.join(map(_quoted, choices))}) {_quoted(end)}")
         else:
             rules.append(
                 f"{rule}: {_json({**inner, **definitions} if isinstance(inner, Mapping) else {})} {_quoted(end)}"
@@ -227,7 +232,7 @@ def _expression(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    several = any(len(found.get("allOf") or ()) > 1 for found in _objects(schema))
+    several = any(isinstance(found.get("allOf"), list) and len(found["allOf"]) > 1 for found in _objects(schema))
     return f"%json {json.dumps({**(schema if several else _closed(schema)), 'x-guidance': _COMPACT})}"
 
 

@@ -58,6 +58,10 @@ class NotFiniteError(RunError):
         )
 
 
+class GrammarError(RunError):
+    """No answer follows the grammar that the request asks for."""
+
+
 class Grammar(Protocol):
     """Limits the next token to those with which an answer can still follow a grammar."""
 
@@ -181,7 +185,7 @@ class Sampling:
         if self.grammar is not None:
             logits[~self.grammar.allowed()[: logits.size]] = -math.inf
             if not math.isfinite(float(logits.max())):
-                raise RunError("no token that the model can write goes on with the grammar of this answer.")
+                raise GrammarError("no token that the model can write goes on with the grammar of this answer.")
         return logits
 
     def _chosen(self, logits: np.ndarray) -> int:

@@ -264,7 +264,7 @@ class _Server:
         jobs, events = self._submit(request, warm=True)
         async for _, event in self._events(http, jobs, events):
             _check(event)
-        usage = Reply(request, self.settings.name).usage(_counted([Answered()], jobs))
+        usage = Reply(request, self.settings.name).usage(_counted([Answered() for _ in jobs], jobs))
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
     async def _read(
@@ -415,10 +415,8 @@ def _sampling_settings(model: Runner) -> dict[str, float]:
 
 
 def _check(event: Event) -> None:
-    if event.ended == "failed":
-        raise ApiError(500, event.error)
-    if event.ended == "refused":
-        raise ApiError(503, event.error)
+    if status := {"failed": 500, "invalid": 400, "refused": 503}.get(event.ended or ""):
+        raise ApiError(status, event.error)
 
 
 def _check_host(header: str, hosts: frozenset[str]) -> None:

@@ -16,8 +16,8 @@ from still_export.runtime.speculation import Guesser
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text, TextPieces
 
-Ended = Literal["end", "length", "stop", "failed", "refused"]
-"""End by the model, by max_tokens, by a stop text, by an error, or because the server stops."""
+Ended = Literal["end", "length", "stop", "failed", "invalid", "refused"]
+"""End by the model, by max_tokens, by a stop text, by an error of the model or of the request's grammar, or because the server stops."""
 
 STOPPING = "the server is stopping. Ask another one, or later."
 

@@ -91,7 +91,10 @@ def as_chat(body: object) -> object:
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {"schema": form.get("schema"), "name": form.get("name")}}
     chat["response_format"] = form
-    chat["tools"] = [_tool(tool) for tool in body.get("tools") or ()]
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise ApiError(400, "tools: give a list of functions.", "tools", "invalid_value")
+    chat["tools"] = [_tool(tool) for tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}

@@ -14,7 +14,7 @@ from still_export.runtime.base import Runner
 from still_export.runtime.decoding import checked_prompt
 from still_export.runtime.feeding import Feeding
 from still_export.runtime.prefixes import PrefixCache, alike
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import GrammarError, RunError
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text
 from still_export.serving.requests import STOPPING, Event, Queue, Request, Row
@@ -283,7 +283,7 @@ class Scheduler:
             for event in events:
                 self._emit(row, event)
             if row.number in failed:
-                self._end(row, str(failed[row.number]))
+                self._end(row, failed[row.number])
 
     def _call(
         self, rows: list[Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
@@ -307,19 +307,19 @@ class Scheduler:
         self.broken = " ".join(str(error).split()) or type(error).__name__
         print(f"a call failed: {self.broken}", file=sys.stderr)
         for row in rows:
-            self._end(row, "the model failed on this request.")
+            self._end(row, RunError("the model failed on this request."))
 
-    def _end(self, row: Row, why: str) -> None:
+    def _end(self, row: Row, why: RunError) -> None:
         """End the request of a row with an error; its state is not used again."""
         self._free(row, lost=True)
-        self._finish(row.request, Event("", "failed", why))
+        self._finish(row.request, Event("", "invalid" if isinstance(why, GrammarError) else "failed", str(why)))
 
     def _choose(self, row: Row, found: np.ndarray, greedy: bool = False) -> None:
         """Send the next token of a row; if its logits are not finite, end its request alone."""
         try:
             token = row.token(found, greedy)
         except RunError as error:  # logits that are not finite, or a grammar without a next token
-            self._end(row, str(error))
+            self._end(row, error)
         else:
             self._emit(row, self._event(row, token))
 
