@@ -2,6 +2,7 @@
 
 python tests/attack damage --count 2000       # packages, models, adapters, tokenizers, over every verb and run_ort.py
 python tests/attack kills --count 100         # export, export --force, linearize, verify
+python tests/attack serve --count 40          # a server with kept states, killed while it starts, answers and stops
 python tests/attack libraries                 # native code that nobody asked for
 python tests/attack fuzz --seconds 3600       # each target of tests/plugins/fuzz, under the sanitizers
 python tests/attack all                       # a few of each
@@ -18,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attack", choices=("damage", "kills", "libraries", "fuzz", "all"))
+    parser.add_argument("attack", choices=("damage", "kills", "serve", "libraries", "fuzz", "all"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=50, help="cases, or kills of each verb")
@@ -42,6 +43,10 @@ def main() -> int:
             import kills
 
             good &= kills.attack(work / "kills", options.model, options.seed, options.count, options.verb)
+        if options.attack in ("serve", "all"):
+            import kill_serve
+
+            good &= kill_serve.attack(work / "serve", options.model, options.seed, options.count)
         if options.attack in ("libraries", "all"):
             import libraries
 
