@@ -15,6 +15,7 @@ _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": No
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[^\W\d]\w*")
 _KEY = re.compile(r"[^\W\d][\w.\-]*")
+_STRING = re.compile(r"[rR]?(?=[\"'])")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\'\"/"}}
 Item = TypeVar("Item")
@@ -32,6 +33,15 @@ def json_value(text: str, at: int) -> tuple[Any, int]:
     return _DECODER.raw_decode(text, at)
 
 
+def loose_value(text: str, at: int) -> tuple[Any, int]:
+    """`json_value`, also of an object or list in Python's notation, with keys without quotes, or with a comma at its end."""
+    try:
+        return json_value(text, at)
+    except ValueError:
+        reader = Literals(text, at)
+        return reader.value(), reader.at
+
+
 class Literals:
     """Reads literals from `text`; `at` is the next place. Methods raise ValueError for anything else."""
 
@@ -41,8 +51,10 @@ class Literals:
     def value(self) -> Any:
         """The next value; tuples become lists."""
         self.blank()
-        if (quote := next((q for q in _QUOTES if self.text.startswith(q, self.at)), None)) is not None:
-            return self._string(quote)
+        if (string := self._string()) is not None:
+            while (more := self._string()) is not None:  # Python joins them
+                string += more
+            return string
         character = self.text[self.at : self.at + 1]
         if character == "[":
             return self.items("[", "]", self.value)
@@ -121,16 +133,23 @@ class Literals:
         if not self._took(text):
             raise ValueError(f"no {text}")
 
-    def _string(self, quote: str) -> str:
-        start = end = self.at + len(quote)
+    def _string(self) -> str | None:
+        """The next text; None: there is none."""
+        self.blank()
+        raw = _STRING.match(self.text, self.at)
+        begin = raw.end() if raw else self.at
+        quote = next((q for q in _QUOTES if self.text.startswith(q, begin)), None)
+        if quote is None:
+            return None
+        start = end = begin + len(quote)
         plain = quote in _QUOTES[-2:]
         while not self.text.startswith(quote, end):
             if end >= len(self.text):
                 raise ValueError("a text without an end")
             end += 2 if self.text[end] == "\\" and not plain else 1
-        self.at = end + len(quote)
+        is_raw, self.at = begin > self.at, end + len(quote)
         found = self.text[start:end]
-        if plain or "\\" not in found:
+        if plain or is_raw or "\\" not in found:
             return found
         found = _ESCAPE.sub(_escaped, found)
         return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

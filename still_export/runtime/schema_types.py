@@ -96,6 +96,8 @@ def _allowed(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[set[str]
         types = {name for name in kind if isinstance(name, str)}
     elif choices is not None:
         types = {_NAMES[type(choice)] for choice in choices}
+    if types is not None and schema.get("nullable") is True:  # OpenAPI's
+        types.add("null")
     for key in ("anyOf", "oneOf", "allOf"):
         branches = [
             _allowed(branch, root, depth + 1) for branch in schema.get(key) or () if isinstance(branch, Mapping)
@@ -112,5 +114,8 @@ def _referred(name: str, root: Mapping[str, Any]) -> Any:
     """The schema of a reference within `root`; None if there is none."""
     found: Any = root
     for part in name.removeprefix("#").strip("/").split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) and part else found
+        if isinstance(found, list) and part.isdecimal():
+            found = found[int(part)] if int(part) < len(found) else None
+        elif isinstance(found, Mapping) and part:
+            found = found.get(part.replace("~1", "/").replace("~0", "~"))
     return found

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from still_export.runtime.literals import Literals, json_value
+from still_export.runtime.literals import Literals, loose_value
 from still_export.runtime.schema_types import typed
 from still_export.runtime.text import Text
 
@@ -84,6 +84,7 @@ def _any(texts: Iterable[str]) -> str:
 _BEGIN = re.compile(_any(BEGINNINGS))
 _SKIP = re.compile(rf"(?:\s|{_any([*set(BEGINNINGS) - set(_KEPT), *_ENDS, *_BETWEEN])})*")
 _CLOSE = re.compile(rf"(?:\s*(?:{_any(_ENDS)}))*\s*")
+_FENCE = re.compile(r"```\w*\s*(?=[{\[])")
 _NAME = re.compile(r"[^\W\d][\w.\-/:]*")
 _TO_JSON = re.compile(
     r"(?:\s|\[CALL_ID\]\w*|\[ARGS\]|<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|<\|tool_sep\|>|```json)*(?={)"
@@ -104,6 +105,7 @@ class ToolCalls:
     """Separates tool calls from an answer's content while it is generated.
 
     A call is one of the `tools`, or begins with a mark that the model's template or tokenizer has. Broken calls are content, unchanged.
+    Objects in calls are JSON or Python's.
 
     Args:
         tools: Of the request, as OpenAI's API has them; None: nothing is a call.
@@ -190,12 +192,15 @@ class ToolCalls:
 
     def _body(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         """(calls that are written here, the place after them); raises one of _ERRORS."""
+        if fence := _FENCE.match(text, at):
+            calls, end = self._body(text, fence.end())
+            return calls, end + len(text[end:]) - len(text[end:].lstrip().removeprefix("```"))
         if text.startswith("{", at):
-            value, end = json_value(text, at)
+            value, end = loose_value(text, at)
             return [self._object(value)], end
         if text.startswith("[", at):
             try:
-                values, end = json_value(text, at)
+                values, end = loose_value(text, at)
                 return [self._object(value) for value in values], end
             except ValueError:
                 return self._python_list(text, at)
@@ -214,7 +219,7 @@ class ToolCalls:
             reader = Literals(text, at)
             return [(self._named(name[0]), reader.mapping())], reader.at
         if found := _TO_JSON.match(text, at):
-            value, end = json_value(text, found.end())
+            value, end = loose_value(text, found.end())
             if "```json" in found[0]:
                 end += len(text[end:]) - len(text[end:].lstrip().removeprefix("```"))
             if not isinstance(value, dict):
@@ -223,7 +228,7 @@ class ToolCalls:
         return self._pairs(text, self._named(name[0]), at)
 
     def _object(self, call: Mapping[str, Any]) -> ToolCall:
-        """A call that is a JSON object."""
+        """A call that is an object."""
         inner = call.get("function")
         call = inner if isinstance(inner, Mapping) else call
         name = next((call[key] for key in ("name", "tool_name", "function") if key in call), None)
@@ -235,7 +240,7 @@ class ToolCalls:
         else:
             arguments = call[key]
         if isinstance(arguments, str):
-            arguments = json_value(arguments.strip() or "{}", 0)[0]
+            arguments = loose_value(arguments.strip() or "{}", 0)[0]
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError("the name is no text, or the arguments are no object")
@@ -246,7 +251,7 @@ class ToolCalls:
         name, at = self._named((found[1] or found[2]).strip()), found.end()
         arguments: dict[str, Any] = {}
         if text[at:].lstrip().startswith("{"):
-            arguments, at = json_value(text, at + len(text[at:]) - len(text[at:].lstrip()))
+            arguments, at = loose_value(text, at + len(text[at:]) - len(text[at:].lstrip()))
         while parameter := _PARAMETER.match(text, at):
             key, at = (parameter[1] or parameter[2]).strip().strip("\"'"), parameter.end()
             value = parameter[3].removeprefix("\n").removesuffix("\n")

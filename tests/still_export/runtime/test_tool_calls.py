@@ -51,6 +51,9 @@ WRITTEN = {
         f"{S}[f(a=[true, None, -1.5e3], b={{'k': (1, 2)}}, c='\\u00e9\\n\\'', d=\"a\nb\", x-y=null)]{E}",
         [("f", {"a": [True, None, -1500.0], "b": {"k": [1, 2]}, "c": "é\n'", "d": "a\nb", "x-y": None})],
     ),
+    "python, joined and raw texts": (f"{S}[f(a='b' \"c\", d=r'\\e')]{E}", [("f", {"a": "bc", "d": "\\e"})]),
+    "python's object": ("<tool_call>{'name': 'now', 'arguments': {'city': 'Bern', 'days': 3,},}</tool_call>", BERN),
+    "a fence": (f'<tool_call>\n```json\n{{"name": "now", "arguments": {GIVEN}}}\n```\n</tool_call>', BERN),
     "no end after the last call": (f"{S}[now(city='Bern', days=3)]", BERN),
     "arguments as a text of JSON": (
         '<tool_call>{"name": "now", "arguments": "{\\"city\\": \\"Bern\\", \\"days\\": 3}"}</tool_call>',
@@ -159,7 +162,11 @@ def test_what_is_no_whole_call_is_content(text: str) -> None:
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-KIND = {"Kind": {"enum": ["1", "2"], "type": "string"}, "Many": {"type": "array", "items": {"type": "integer"}}}
+KIND: dict[str, Any] = {
+    "Kind": {"enum": ["1", "2"], "type": "string"},
+    "Many": {"type": "array", "items": {"type": "integer"}},
+}
+KIND["Either"] = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +200,8 @@ KIND = {"Kind": {"enum": ["1", "2"], "type": "string"}, "Many": {"type": "array"
         ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "012", "012"),
         (None, "12", 12),
         (None, "a b", "a b"),
+        ({"$ref": "#/$defs/Either/anyOf/0"}, "1", "1"),
+        ({"type": "string", "nullable": True}, "null", None),
         ({"$ref": "#/properties/x"}, "12", 12),
     ],
 )
