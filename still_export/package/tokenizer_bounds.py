@@ -2,24 +2,119 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import os
 import re
+import tempfile
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from still_export.package.refusals import CheckError
+from still_export.package.refusals import CheckError, RunError
 
 MOST_GROWTH = 64
-"""Most characters that replacements may make of one; published tokenizers write at most three bytes for a blank."""
+"""Most characters that replacements may make of one, and characters before a text; published tokenizers write at most three bytes for a
+blank."""
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_PANIC = re.compile(rb"\n?thread '[^\n]* panicked at .*", re.DOTALL)
+_CHARSMAP = re.compile(rb"recompiled|\\u00[4-7]")
+"""Tables of characters, or letters that are written as escapes, which nobody does and which may hide one."""
+_LOCK = threading.Lock()
+_calls = 0
+_stderr: tuple[int, Any] = 2, None
 _REPEATED = re.compile(r"\*|\+|\{\d+,\}")
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load and check a tokenizer.json; CheckError where it is damaged, or beyond the bounds."""
+    from tokenizers import Tokenizer
+
+    content = path.read_bytes()
+    if _CHARSMAP.search(content):
+        _check_charsmaps(content, str(path))
+    with guarded(f"{path} is no tokenizer that can be read"):
+        tokenizer = Tokenizer.from_buffer(content)
+    check_tokenizer(tokenizer, str(path))
+    return tokenizer
+
+
+@contextlib.contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Errors of a tokenizer, among them the panics of its Rust side, as RunError; what Rust prints about a panic is not shown."""
+    _divert()
+    panicked = False
+    try:
+        yield
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not panicked:
+            raise
+        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
+    finally:
+        _restore(panicked)
+
+
+def _divert() -> None:
+    """Let stderr go into a file until `_restore`; calls of several threads share it."""
+    global _calls, _stderr
+    with _LOCK:
+        _calls += 1
+        if _calls == 1:
+            try:
+                _stderr = os.dup(2), tempfile.TemporaryFile()
+                os.dup2(_stderr[1].fileno(), 2)
+            except OSError:  # no stderr, or no room
+                _stderr = 2, None
+
+
+def _restore(panicked: bool) -> None:
+    """End `_divert`, and print what others have printed since."""
+    global _calls
+    with _LOCK:
+        _calls -= 1
+        kept, file = _stderr
+        if file is None:
+            return
+        if panicked or not _calls:
+            file.seek(0)
+            said = file.read()
+            file.seek(0)
+            file.truncate()
+            with contextlib.suppress(OSError):
+                os.write(kept, _PANIC.sub(b"", said) if panicked else said)
+        if not _calls:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.close()
+
+
+def _check_charsmaps(content: bytes, source: str) -> None:
+    """Refuse tables of characters whose sizes are wrong: the library reserves what they name."""
+    try:
+        described = json.loads(content)
+    except (ValueError, RecursionError):
+        return  # the library says why
+    for found in _objects(described):
+        text = found.get("precompiled_charsmap")
+        if not isinstance(text, str):
+            continue
+        try:
+            table = base64.b64decode(text, validate=True)
+        except ValueError:
+            table = b""
+        size = int.from_bytes(table[:4], "little")
+        if len(table) < 4 or size % 4 or size > len(table) - 4:
+            raise CheckError(f"{source}: a precompiled_charsmap is damaged. Fetch the tokenizer again.")
 
 
 def check_tokenizer(tokenizer: Any, source: str) -> None:
     """Check a loaded tokenizer, and switch its padding off: a prompt is never padded.
 
     Raises:
-        CheckError: Replacements make a text many times longer, or an expression repeats what repeats, which can take for ever.
+        CheckError: A text becomes many times longer, or an expression repeats what repeats, which can take for ever.
     """
     tokenizer.no_padding()
     for name in PARTS:
@@ -42,6 +137,10 @@ def check_tokenizer(tokenizer: Any, source: str) -> None:
             if isinstance(found.get("content"), str) and isinstance(pattern, dict):
                 replaced = pattern.get("String") if isinstance(pattern.get("String"), str) else ""
                 growth *= max(1.0, len(found["content"]) / max(1, len(replaced or "")))
+            if isinstance(found.get("single"), list):  # of a template: the text may come in it again and again
+                growth *= max(1, sum("Sequence" in piece for piece in found["single"] if isinstance(piece, dict)))
+            if isinstance(found.get("prepend"), str):
+                growth = max(growth, len(found["prepend"]))
         if growth > MOST_GROWTH:
             raise CheckError(
                 f"{source}: the {name} makes a text up to {growth:.3g} times longer; the limit is {MOST_GROWTH}. Use another tokenizer."

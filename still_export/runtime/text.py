@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 from still_export.package.chat_format import ChatFormat, Message, read_format
 from still_export.package.files import check_hash
-from still_export.package.tokenizer_bounds import check_tokenizer
+from still_export.package.tokenizer_bounds import guarded, load_tokenizer
 from still_export.runtime.base import Runner
 from still_export.runtime.decoding import Progress
 from still_export.runtime.reasoning import Reasoning
@@ -25,17 +24,6 @@ TAIL = 32
 """Last tokens that are examined: of a prompt for the mark that opens reasoning, of an answer for the context of the next token's text."""
 UNFINISHED = 3
 """Most bytes, and so tokens, of an incomplete character."""
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Errors of the tokenizer, among them the panics of its Rust side, as RunError."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
 
 
 class TextAhead:
@@ -71,14 +59,11 @@ class Text:
             )
         path = check_hash(model.folder, model.manifest, "tokenizer.json")
         try:
-            from tokenizers import Tokenizer
+            self.tokenizer = load_tokenizer(path)
         except ImportError as error:
             raise RunError(
                 "text needs the package tokenizers: pip install tokenizers; or pass --prompt-ids."
             ) from error
-        with _refused(f"{path} is no tokenizer that can be read"):
-            self.tokenizer = Tokenizer.from_file(str(path))
-        check_tokenizer(self.tokenizer, str(path))
         self.chat = read_format(model.manifest.get("chat"))
         self.ends = frozenset(model.manifest["eos_token_ids"])
 
@@ -92,20 +77,21 @@ class Text:
             text.encode()
         except UnicodeEncodeError:  # of JSON's escapes, or of bytes of a command line that are no UTF-8
             raise RunError("the text has half of a surrogate pair, which is no character. Give it in UTF-8.") from None
-        with _refused("the tokenizer fails on this text"):
+        with guarded("the tokenizer fails on this text"):
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `tokens`; RunError where the tokenizer fails."""
+        with guarded("the tokenizer fails on this answer"):
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special))
 
     def stream(self, tokens: Iterable[int], marks: Mapping[int, str] = NO_MARKS) -> Iterator[str]:
         """Text of `tokens` as it becomes certain; `marks`: see TextPieces."""
         pieces = TextPieces(self, marks)
         for token in tokens:
-            with _refused("the tokenizer fails on this answer"):
-                piece = pieces.push(token)
-            if piece:
+            if piece := pieces.push(token):
                 yield piece
-        with _refused("the tokenizer fails on this answer"):
-            piece = pieces.end()
-        if piece:
+        if piece := pieces.end():
             yield piece
 
     @cached_property
@@ -125,7 +111,7 @@ class Text:
         thoughts = self.chat.thoughts if self.chat else None
         if thoughts is None:
             return Reasoning(None, False)
-        end = self.tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
+        end = self.decode(list(prompt[-TAIL:]), skip_special=False)
         return Reasoning(thoughts, end.rstrip().endswith(thoughts[0]))
 
     def dialogue(
@@ -187,7 +173,7 @@ class TextPieces:
     # A token's text depends on earlier ones (a leading space, half a character), so it is decoded together with the piece before.
 
     def __init__(self, text: Text, marks: Mapping[int, str] = NO_MARKS) -> None:
-        self._decode, self._marks = text.tokenizer.decode, marks
+        self._decode, self._marks = text.decode, marks
         self._seen: list[int] = []
         self._shown = 0  # number of seen tokens whose text was returned
 

@@ -122,10 +122,10 @@ class Reply:
         """OpenAI's objects; None if none are asked for."""
         if self.request.choices[index].sampling.logprobs is None or self.text is None:
             return None
-        decode = self.text.tokenizer.decode
+        decode = self.text.decode
 
         def word(token: int) -> str:
-            return decode([token], skip_special_tokens=False)
+            return decode([token], skip_special=False)
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = word(token)

@@ -267,10 +267,10 @@ class Scheduler:
             for choices, guess in zip(logits[-len(tokens) :], [*tokens[1:], -1], strict=True):
                 try:
                     token = row.token(choices, greedy)
-                except RunError as error:  # logits that are not finite, or a grammar without a next token
+                    events.append(self._event(row, token))
+                except RunError as error:  # logits that are not finite, a grammar without a next token, a tokenizer that fails
                     failed[row.number] = error
                     break
-                events.append(self._event(row, token))
                 if events[-1].ended or token != guess:
                     break
             row_events.append(events)
@@ -317,11 +317,11 @@ class Scheduler:
     def _choose(self, row: Row, found: np.ndarray, greedy: bool = False) -> None:
         """Send the next token of a row; if its logits are not finite, end its request alone."""
         try:
-            token = row.token(found, greedy)
-        except RunError as error:  # logits that are not finite, or a grammar without a next token
+            event = self._event(row, row.token(found, greedy))
+        except RunError as error:  # logits that are not finite, a grammar without a next token, a tokenizer that fails
             self._end(row, error)
         else:
-            self._emit(row, self._event(row, token))
+            self._emit(row, event)
 
     def _event(self, row: Row, token: int) -> Event:
         if row.guesser is not None:

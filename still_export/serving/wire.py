@@ -296,7 +296,7 @@ def to_submit(
         if isinstance(request, Chat):
             calls, reasoning = _calls(request, tools, text), text.reasoning(prompt)
         elif echo:
-            written = text.tokenizer.decode(prompt)
+            written = text.decode(prompt)
         choices.append(Choice(prompt, most, sampling, place, reasoning, calls, written))
     usage = bool(request.stream_options and request.stream_options.include_usage)
     # Special tokens may belong to calls, also in a notation that is unknown here.

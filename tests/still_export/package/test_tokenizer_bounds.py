@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,13 +51,16 @@ def normalizers(content: str, pattern: dict[str, str], times: int = 1) -> dict[s
         ("normalizer", normalizers("a" * 1000, {"String": "a"}, 4)),
         ("normalizer", normalizers("a" * 1000, {"Regex": ""})),
         ("normalizer", normalizers("b", {"Regex": "((a|b)*c?)*$"})),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 1000}),
+        ("post_processor", {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 99, "pair": [],
+                            "special_tokens": {}}),
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
         (
             "pre_tokenizer",
             {"type": "Split", "pattern": {"Regex": "(?:(?:\\w{2,})x?)+!"}, "behavior": "Isolated", "invert": False},
         ),
     ],
-)
+)  # fmt: skip
 def test_texts_that_grow_and_expressions_that_never_end_are_refused(tmp_path: Path, part: str, value: Any) -> None:
     with pytest.raises(RunError, match=part):
         opened(tmp_path, lambda described: described.update({part: value}))
@@ -84,6 +89,46 @@ def test_an_expression_that_gives_up_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="fails on this text"):
         text.encode("a" * 60 + "!")
     assert time.process_time() - began < 30
+
+
+@pytest.mark.parametrize("part, value", [
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}),
+    ("normalizer", normalizers("abc", {"String": ""})), ("normalizer", normalizers("abc", {"Regex": "x*"})),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}),
+])  # fmt: skip
+def test_panics_are_sentences(tmp_path: Path, part: str, value: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rust prints a trace of its own, which is taken away; what others print meanwhile is kept."""
+    ended = threading.Event()
+
+    def others() -> None:
+        while not ended.wait(0.001):
+            os.write(2, b"another line\n")
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        with pytest.raises(RunError):
+            opened(tmp_path, lambda described: described.update({part: value})).encode("a" * 60 + "!")
+    finally:
+        ended.set()
+        thread.join()
+    os.write(2, b"the end\n")
+    said = capfd.readouterr().err
+    assert "panicked" not in said and "RUST" not in said and said.endswith("the end\n") and "another line" in said
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("charsmap", ["/////wAAAAAAAAAA", "BAAA", "!", ""])
+def test_damaged_tables_of_characters_are_refused_before_the_library_reads_them(
+    tmp_path: Path, charsmap: str, escaped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("still_export.package.tokenizer_bounds.guarded", lambda what: pytest.fail("it was read"))
+    dumps = json.dumps
+    if escaped:
+        monkeypatch.setattr(json, "dumps", lambda value: dumps(value).replace("precompiled", "\\u0070recompile\\u0064"))
+    with pytest.raises(RunError, match="charsmap"):
+        table = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+        opened(tmp_path, lambda described: described.update(normalizer=table))
 
 
 def test_repeated_repetitions_by_brute_force() -> None:
