@@ -545,7 +545,7 @@ def _instructor_mode(name: str) -> Callable[[], None]:
     return ask
 
 
-MODES = ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "JSON_O1", "MD_JSON", "RESPONSES_TOOLS", "PARALLEL_TOOLS")
+MODES = "TOOLS TOOLS_STRICT FUNCTIONS PARALLEL_TOOLS JSON JSON_O1 JSON_SCHEMA MD_JSON RESPONSES_TOOLS".split()
 for mode in MODES:
     CHECKS.append(("instructor", mode, _instructor_mode(mode)))
 

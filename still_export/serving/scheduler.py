@@ -268,7 +268,9 @@ class Scheduler:
                 try:
                     token = row.token(choices, greedy)
                     events.append(self._event(row, token))
-                except RunError as error:  # logits that are not finite, a grammar without a next token, a tokenizer that fails
+                except (
+                    RunError
+                ) as error:  # logits that are not finite, a grammar without a next token, a tokenizer that fails
                     failed[row.number] = error
                     break
                 if events[-1].ended or token != guess:

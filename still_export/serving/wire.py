@@ -35,7 +35,7 @@ MOST_MESSAGE = 1000
 MEANINGLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_retention"),
-        *("cache_prompt", "keep_alive"),
+        *("cache_prompt", "keep_alive", "priority", "request_id", "id_slot", "timings_per_token", "return_progress"),
     )
 )
 """Fields that do not change any token."""
@@ -44,18 +44,40 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
+    "reasoning_format": ("auto", "deepseek"),
     **dict.fromkeys(
         ("typical_p", "typ_p", "tfs_z", "epsilon_cutoff", "eta_cutoff", "length_penalty", "dynatemp_exponent"), (1,)
     ),
 }
-"""Unsupported fields, with the values by which nothing is asked for; for every other field these are null, false, 0 and empty ones."""
+"""Unsupported fields, with the values by which nothing is asked for besides null, false, 0 and empty ones."""
+
+DONE = frozenset(
+    (
+        *("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "detokenize", "do_sample"),
+        *("include_reasoning", "parse_tool_calls", "separate_reasoning"),
+    )
+)
+"""Fields for what is always done; false asks for something else."""
+
+SWITCHES = {
+    "dry_": "dry_multiplier",
+    "xtc_": "xtc_probability",
+    "mirostat_tau": "mirostat",
+    "mirostat_eta": "mirostat",
+    "dynatemp_": "dynatemp_range",
+    "smoothing_": "smoothing_factor",
+    "repeat_last_n": "repetition_penalty",
+}
+"""Beginnings of fields that have no effect where another field is off."""
 
 
 MESSAGE_FIELDS = frozenset(("name", "tool_calls", "tool_call_id", *REASONING))
 """Fields of a message besides role and content."""
+
+MESSAGE_NOTES = frozenset(
+    ("id", "type", "status", "metadata", "annotations", "cache_control", "timestamp", "provider_specific_fields")
+)
+"""Fields of a message that do not change any token."""
 
 
 class ApiError(Exception):
@@ -157,7 +179,9 @@ class Message(_Strict):
             ApiError: It has an unknown field.
         """
         unknown_fields = {
-            name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")
+            name: value
+            for name, value in (self.model_extra or {}).items()
+            if value not in (None, [], "") and name not in MESSAGE_NOTES
         }
         if unknown := [name for name in unknown_fields if name not in MESSAGE_FIELDS]:
             raise ApiError(400, f"{unknown[0][:64]} of message {number} is not served here. Leave it out.", "messages")
@@ -177,6 +201,7 @@ class Chat(Generation):
     documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -237,8 +262,12 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
         name = str(said["loc"][0])
         where = ".".join(str(part) for part in said["loc"]) if len(found) == 1 else name
         raise ApiError(400, f"{where}: {said['msg']}.", name, "invalid_value") from None
-    for name, value in (request.model_extra or {}).items():
-        if not value or name in MEANINGLESS or any(_same(value, x) for x in NEUTRAL.get(name, ())):
+    extra = request.model_extra or {}
+    for name, value in extra.items():
+        switch = next((switch for begin, switch in SWITCHES.items() if name.startswith(begin) and name != switch), "")
+        if value is None or name in MEANINGLESS or (switch and getattr(request, switch, None) in (None, False, 0, 1)):
+            continue
+        if value is True if name in DONE else not value or any(_same(value, x) for x in NEUTRAL.get(name, ())):
             continue
         raise ApiError(400, f"{name[:64]} is not served here. Leave it out.", name[:64], "unsupported_parameter")
     if request.model != served:
@@ -346,6 +375,8 @@ def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     arguments = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.enable_thinking is not None:
+        arguments.setdefault("enable_thinking", request.enable_thinking)
     if request.documents is not None:
         arguments["documents"] = request.documents
     goes_on = request.continue_final_message

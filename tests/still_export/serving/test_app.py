@@ -249,6 +249,30 @@ def test_templates_get_what_a_request_says(served: Served, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.parametrize("asked, status", [
+    ({"dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2}, 200), ({"dry_multiplier": 0.8, "dry_base": 1.75}, 400),
+    ({"xtc_threshold": 0.1}, 200), ({"xtc_threshold": 0.1, "xtc_probability": 0.5}, 400),
+    ({"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1}, 200), ({"mirostat_mode": 2, "mirostat_tau": 5.0}, 400),
+    ({"repeat_last_n": 64}, 200), ({"repeat_last_n": 64, "repeat_penalty": 1.0}, 200), ({"repeat_last_n": 64, "repeat_penalty": 1.1}, 400),
+    ({"dynatemp_range": 0, "dynatemp_exponent": 1.5}, 200), ({"dynamic_temperature": True, "dynatemp_low": 0.5}, 400),
+    ({"skip_special_tokens": False}, 400), ({"add_special_tokens": False}, 400), ({"do_sample": False}, 400), ({"do_sample": True}, 200),
+    ({"do_sample": None}, 200), ({"include_reasoning": False}, 400),
+    ({"reasoning_format": "auto"}, 200), ({"reasoning_format": "none"}, 400),
+    ({"timings_per_token": True, "return_progress": True, "priority": 3}, 200),
+])  # fmt: skip
+def test_fields_ask_for_something_or_nothing(served: Served, asked: dict[str, Any], status: int) -> None:
+    """Settings of what is off ask for nothing; false asks for something where true is what is always done."""
+    assert served.ask("POST", "/v1/completions", {**BASE, **asked})[0] == status
+
+
+def test_notes_of_messages_pass(served: Served) -> None:
+    plain = {"role": "user", "content": "a"}
+    noted = {**plain, "id": "a", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"refusal": None}}
+    assert served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": [noted]})[0] == 200
+    status, said = served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": [{**plain, "audio": {"id": "a"}}]})
+    assert status == 400 and "audio" in said["error"]["message"]
+
+
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     neutral = {
         "n": 1,
