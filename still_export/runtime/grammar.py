@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,10 @@ from still_export.runtime.text import Text
 MOST_CHARACTERS = 200_000
 """Of a grammar; larger ones take seconds to compile."""
 OBJECT = {"type": "object"}
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as json.dumps writes it: otherwise an unsure model writes blanks without an end."""
+NOTHING: dict[str, Any] = {**OBJECT, "properties": {}}
+"""Parameters of a tool that names none."""
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+"""JSON as json.dumps writes it: otherwise an unsure model writes blanks without an end. oneOf is taken as anyOf."""
 _MARKS = (("<tool_call>", "</tool_call>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 """Marks around calls that may be JSON objects. Other models' calls are written as JSON without marks."""
 _LOCK = threading.Lock()
@@ -64,7 +67,8 @@ class LarkGrammar:
 
     def _check(self, what: str) -> None:
         if fault := self._matcher.get_error():
-            raise GrammarError(f"{what}: {' '.join(fault.split())[:300]}.")
+            reason = re.sub(r"^at \d+\(\d+\): ", "", fault.strip().partition("\n")[0])
+            raise GrammarError(f"{what}: {reason[:300]}.")
 
 
 def answer_lark(
@@ -93,7 +97,7 @@ def answer_lark(
             raise RunError("a tool has no function with a name.")
         if not isinstance(function.get("parameters", {}), Mapping | None):
             raise RunError(f"the parameters of the tool {function['name']!r:.60} are no JSON Schema.")
-        named[function["name"]] = function
+        named[function["name"]] = {**function, "parameters": function.get("parameters") or NOTHING}
     forced = tool_choice not in (None, "none", "auto")
     if forced and tool_choice != "required":
         named = {name: function for name, function in named.items() if name == tool_choice}
@@ -233,7 +237,7 @@ def _expression(text: str) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     several = any(isinstance(found.get("allOf"), list) and len(found["allOf"]) > 1 for found in _objects(schema))
-    return f"%json {json.dumps({**(schema if several else _closed(schema)), 'x-guidance': _COMPACT})}"
+    return f"%json {json.dumps({**(schema if several else _closed(schema)), 'x-guidance': _OPTIONS})}"
 
 
 def _closed(schema: Any) -> Any:

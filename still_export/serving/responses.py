@@ -97,7 +97,12 @@ def as_chat(body: object) -> object:
     chat["tools"] = [_tool(tool) for tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+        choice = _named(choice)
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        if isinstance(allowed, list):
+            allowed = [_named(tool) if isinstance(tool, dict) else tool for tool in allowed]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     chat["tool_choice"] = choice
     return {name: value for name, value in chat.items() if value is not None}
 
@@ -107,6 +112,10 @@ def _inner(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ApiError(400, f"{name}: give an object.", name, "invalid_value")
     return found
+
+
+def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _tool(tool: Any) -> dict[str, Any]:

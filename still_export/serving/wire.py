@@ -129,6 +129,20 @@ class NamedTool(_Strict):
     function: NamedFunction
 
 
+class ToolSet(_Strict):
+    """Some of the tools, of which one may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Listed[NamedTool]
+
+
+class AllowedTools(_Strict):
+    """The choice of some tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSet
+
+
 class Generation(_Strict):
     """Fields of both kinds of requests."""
 
@@ -194,7 +208,7 @@ class Chat(Generation):
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Listed[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -312,7 +326,8 @@ def to_submit(
     except RunError as error:
         raise ApiError(400, f"stop: {error}", "stop") from None
     echo = isinstance(request, Completion) and bool(request.echo)
-    choices, tools = [], request.tools if isinstance(request, Chat) and request.tool_choice != "none" else None
+    choices, (tools, choice) = [], _chosen(request) if isinstance(request, Chat) else (None, None)
+    tools = None if choice == "none" else tools
     for number, sampling in enumerate(samplings):
         place = number // count
         prompt = prompts[place]
@@ -358,9 +373,20 @@ def _lark(request: Completion | Chat, text: Text, prompt: list[int]) -> str:
     """The grammar of the answer; "": it is free."""
     if not isinstance(request, Chat):
         return answer_lark(text, prompt, request.response_format)
-    choice = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else request.tool_choice
-    one = request.parallel_tool_calls is False
-    return answer_lark(text, prompt, request.response_format, request.tools, choice, one)
+    tools, choice = _chosen(request)
+    return answer_lark(text, prompt, request.response_format, tools, choice, request.parallel_tool_calls is False)
+
+
+def _chosen(request: Chat) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The tools that may be called, and none, auto, required, or one tool's name."""
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        return request.tools, choice.function.name
+    if not isinstance(choice, AllowedTools):
+        return request.tools, choice
+    names = [tool.function.name for tool in choice.allowed_tools.tools]
+    functions = [(tool, tool.get("function")) for tool in request.tools or ()]
+    return [t for t, f in functions if isinstance(f, dict) and f.get("name") in names], choice.allowed_tools.mode
 
 
 def _calls(request: Chat, tools: list[dict[str, Any]] | None, text: Text) -> ToolCalls:

@@ -141,6 +141,39 @@ def test_answers_follow_a_schema(served: Served, model: still_export.LanguageMod
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_some_tools_are_allowed_and_some_have_no_parameters(served: Served) -> None:
+    tools = [*TOOLS, {"type": "function", "function": {"name": "ping"}}]
+    ping = {"type": "function", "function": {"name": "ping"}}
+    asked: dict[str, Any] = dict(messages=HELLO, tools=tools, temperature=1.0, max_tokens=150, seed=1, model="tiny")
+    for mode in ("required", "auto"):
+        allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
+        (got,) = served.client().chat.completions.create(**asked, tool_choice=allowed).choices
+        assert mode == "auto" or all(
+            (call.function.name, call.function.arguments) == ("ping", "{}") for call in got.message.tool_calls
+        )
+    plain = [{"type": "function", "name": "ping"}]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": plain}
+    status, said = served.ask(
+        "POST",
+        "/v1/responses",
+        {"model": "tiny", "input": "a", "tools": plain, "tool_choice": allowed, "seed": 1, "max_output_tokens": 150},
+    )
+    assert status == 200 and {item["arguments"] for item in said["output"] if item["type"] == "function_call"} <= {"{}"}
+
+
+def test_one_of_is_any_of_and_a_refused_schema_is_named_in_a_line(served: Served) -> None:
+    kinds = [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("a", "b")]
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 150, "seed": 1}
+    for schema, status in (({"oneOf": kinds}, 200), ({"type": "array", "uniqueItems": True}, 400)):
+        form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        found, said = served.ask("POST", "/v1/chat/completions", {**asked, **form})
+        assert found == status, said
+        if status == 200:
+            assert json.loads(said["choices"][0]["message"]["content"])["kind"] in ("a", "b")
+        else:
+            assert "uniqueItems" in (message := said["error"]["message"]) and "start:" not in message
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
 def test_calls_are_forced(served: Served, model: still_export.LanguageModel, choice: Any) -> None:
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=TOOLS, temperature=1.0, max_tokens=150)
