@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from still_export.package.refusals import CheckError, RunError
 
@@ -19,12 +19,13 @@ MOST_GROWTH = 64
 """Most characters that replacements may make of one, and characters before a text; published tokenizers write at most three bytes for a
 blank."""
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_PANIC = re.compile(rb"\n?thread '[^\n]* panicked at .*", re.DOTALL)
+_PANIC = re.compile(rb"\n?thread '[^\n]* panicked at .*?(?:\nnote: [^\n]*\n|\Z)", re.DOTALL)
 _CHARSMAP = re.compile(rb"recompiled|\\u00[4-7]")
 """Tables of characters, or letters that are written as escapes, which nobody does and which may hide one."""
 _LOCK = threading.Lock()
 _calls = 0
-_stderr: tuple[int, Any] = 2, None
+_stderr: int | None = None
+_file: IO[bytes] | None = None
 _REPEATED = re.compile(r"\*|\+|\{\d+,\}")
 
 
@@ -59,15 +60,16 @@ def guarded(what: str) -> Iterator[None]:
 
 def _divert() -> None:
     """Let stderr go into a file until `_restore`; calls of several threads share it."""
-    global _calls, _stderr
+    global _calls, _stderr, _file
     with _LOCK:
         _calls += 1
         if _calls == 1:
             try:
-                _stderr = os.dup(2), tempfile.TemporaryFile()
-                os.dup2(_stderr[1].fileno(), 2)
+                _file = _file or tempfile.TemporaryFile()
+                _stderr = os.dup(2)
+                os.dup2(_file.fileno(), 2)
             except OSError:  # no stderr, or no room
-                _stderr = 2, None
+                _stderr = None
 
 
 def _restore(panicked: bool) -> None:
@@ -75,20 +77,19 @@ def _restore(panicked: bool) -> None:
     global _calls
     with _LOCK:
         _calls -= 1
-        kept, file = _stderr
-        if file is None:
+        if _stderr is None or _file is None:
             return
-        if panicked or not _calls:
-            file.seek(0)
-            said = file.read()
-            file.seek(0)
-            file.truncate()
+        os.dup2(_stderr, 2)  # from here on nothing is written to the file
+        file = _file.fileno()
+        if size := os.lseek(file, 0, os.SEEK_CUR):
+            said = os.pread(file, size, 0)
+            os.lseek(file, 0, os.SEEK_SET)
             with contextlib.suppress(OSError):
-                os.write(kept, _PANIC.sub(b"", said) if panicked else said)
-        if not _calls:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.close()
+                os.write(_stderr, _PANIC.sub(b"", said) if panicked else said)
+        if _calls:
+            os.dup2(file, 2)
+        else:
+            os.close(_stderr)
 
 
 def _check_charsmaps(content: bytes, source: str) -> None:
