@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from still_export.package.chat_format import REASONING
 from still_export.runtime.grammar import LarkGrammar, answer_lark
@@ -110,6 +110,14 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
+Int = Annotated[int, BeforeValidator(lambda value: int(value) if _is_whole(value) else value)]
+"""A whole number, also as some clients write it: 64.0."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
 class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
@@ -147,10 +155,10 @@ class Generation(_Strict):
     """Fields of both kinds of requests."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Int | None = Field(None, ge=-1)
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -158,8 +166,8 @@ class Generation(_Strict):
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: int | None = Field(None, ge=-1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    seed: Int | None = Field(None, ge=-1)
+    n: Int | None = Field(None, ge=1, le=MOST_CHOICES)
     response_format: dict[str, Any] | None = None
     stop: str | Annotated[Listed[str], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
@@ -174,7 +182,7 @@ class Completion(Generation):
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | bool | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | bool | None = None
 
 
 class Message(_Strict):
@@ -206,12 +214,12 @@ class Chat(Generation):
     """A request to /v1/chat/completions; fields that OpenAI does not have are vLLM's."""
 
     messages: Listed[Message]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

@@ -259,6 +259,8 @@ def test_templates_get_what_a_request_says(served: Served, monkeypatch: pytest.M
     ({"do_sample": None}, 200), ({"include_reasoning": False}, 400),
     ({"reasoning_format": "auto"}, 200), ({"reasoning_format": "none"}, 400),
     ({"timings_per_token": True, "return_progress": True, "priority": 3}, 200),
+    ({"max_tokens": 2.0, "seed": 1.0, "top_k": 5e0, "n": 1.0, "logprobs": 1.0}, 200),
+    ({"max_tokens": 2.5}, 400), ({"max_tokens": True}, 400),
 ])  # fmt: skip
 def test_fields_ask_for_something_or_nothing(served: Served, asked: dict[str, Any], status: int) -> None:
     """Settings of what is off ask for nothing; false asks for something where true is what is always done."""
