@@ -16,6 +16,8 @@ from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGU
 from still_export.folders.model import ModelFolder
 from still_export.folders.remote_tokenizer import describe_remote, remote_class
 from still_export.folders.weights import METHODS, PICKLE_SUFFIXES, TYPES, Head, heads_of
+from still_export.package.refusals import RunError
+from still_export.package.tokenizer_bounds import guarded
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _EMBEDDING = re.compile(r"(embed_tokens|embeddings?|wte|word_embeddings)\.weight$")
@@ -135,13 +137,10 @@ def _tokenizer(folder: ModelFolder, vocabulary: int | None) -> str:
         return f"{others[0]}, which transformers converts" if others else "none, so a package accepts token ids only"
     try:
         folder.check_tokenizer()
-        read = Tokenizer.from_file(str(path))
-    except StillExportError as error:
+        with guarded(path.name):
+            read = Tokenizer.from_file(str(path))
+    except (StillExportError, RunError) as error:
         return f"not read: {error}"
-    except BaseException as error:  # the library's panics are no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        return f"not read: {path.name}: {' '.join(str(error).split())}"
     config = folder.json("tokenizer_config.json")
     size = read.get_vocab_size()
     summary = f"{type(read.model).__name__}, {size:,} tokens"

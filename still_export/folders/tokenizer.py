@@ -8,6 +8,7 @@ from typing import Any
 from still_export.errors import CheckpointError, ModelNotFoundError
 from still_export.folders.files import Files
 from still_export.folders.remote_tokenizer import make_remote, remote_class
+from still_export.package.tokenizer_bounds import quiet_panics
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -22,7 +23,9 @@ def read_folder_tokenizer(folder: Files, source: str) -> Any:
     path = folder.path
     present = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     try:
-        tokenizer = _by_transformers(folder)
+        with quiet_panics():
+            tokenizer = _by_transformers(folder)
+            is_empty = not tokenizer.encode("a word", add_special_tokens=False)
     except (ModelNotFoundError, CheckpointError):
         raise
     except BaseException as error:  # of half a dozen libraries, one of which panics outside Exception
@@ -37,9 +40,7 @@ def read_folder_tokenizer(folder: Files, source: str) -> Any:
                 f"{', '.join(map(str, present))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
-    if not present and not tokenizer.encode(
-        "a word", add_special_tokens=False
-    ):  # for some families transformers makes an empty one
+    if not present and is_empty:  # for some families transformers makes one
         raise ModelNotFoundError(
             f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy them from its base."
         )

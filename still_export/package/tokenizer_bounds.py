@@ -44,18 +44,33 @@ def load_tokenizer(path: Path) -> Any:
 
 @contextlib.contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Errors of a tokenizer, among them the panics of its Rust side, as RunError; what Rust prints about a panic is not shown."""
+    """Errors of a tokenizer, among them the panics of its Rust side, as RunError; `what` begins its message."""
+    try:
+        with quiet_panics():
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
+
+
+@contextlib.contextmanager
+def quiet_panics() -> Iterator[None]:
+    """Inside the block, what Rust prints on stderr about a panic that is raised is not shown; other output comes at its end."""
     _divert()
     panicked = False
     try:
         yield
     except BaseException as error:
-        panicked = type(error).__name__ == "PanicException"
-        if not isinstance(error, Exception) and not panicked:
-            raise
-        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
+        panicked = _is_panic(error)
+        raise
     finally:
         _restore(panicked)
+
+
+def _is_panic(error: BaseException | None) -> bool:
+    """Whether an error is a panic, or comes of one."""
+    return error is not None and (type(error).__name__ == "PanicException" or _is_panic(error.__cause__))
 
 
 def _divert() -> None:
