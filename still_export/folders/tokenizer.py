@@ -8,7 +8,6 @@ from typing import Any
 from still_export.errors import CheckpointError, ModelNotFoundError
 from still_export.folders.files import Files
 from still_export.folders.remote_tokenizer import make_remote, remote_class
-from still_export.package.tokenizer_bounds import quiet_panics
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -23,9 +22,8 @@ def read_folder_tokenizer(folder: Files, source: str) -> Any:
     path = folder.path
     present = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     try:
-        with quiet_panics():
-            tokenizer = _by_transformers(folder)
-            is_empty = not tokenizer.encode("a word", add_special_tokens=False)
+        tokenizer = _by_transformers(folder)
+        is_empty = not tokenizer.encode("a word", add_special_tokens=False)
     except (ModelNotFoundError, CheckpointError):
         raise
     except BaseException as error:  # of half a dozen libraries, one of which panics outside Exception

@@ -69,6 +69,7 @@ def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
         plan = planner.settle(model, attentions)
         bits = {f"{name}, {n:,}": plan[name]["bits"][n] for n in plan["base"]["bits"] for name in ("base", "reached")}
         result = Linearization(run.output, bits, stages, plan)
+    del model, attentions  # writing and asking load models of their own
     if run.accelerator.is_main_process:
         run.write(result, command)
     run.accelerator.wait_for_everyone()

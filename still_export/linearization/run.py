@@ -33,7 +33,7 @@ from still_export.mixers.layers import FULL, WINDOWED
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.staging import staged_folder
-from still_export.texts.everyday import Everyday, compared
+from still_export.texts.everyday import Everyday, Question, compared
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.replies import everyday_replies, fitting
 from still_export.texts.tasks import TaskWriter, Weighing
@@ -405,33 +405,34 @@ class LinearizationRun:
             result["after LoRA"] = bits(STUDENT)
         return result
 
-    def everyday(self, model: Any) -> Everyday:
-        """Replies to everyday questions by `model`, as it was written, and by the base."""
-        most = self.questions if self.recipe.everyday_questions is None else self.recipe.everyday_questions
-        wanted = fitting(self.tokenizer, self.context, most)
-        self.log(f"asking {len(wanted)} everyday questions")
-        full = StillConfig(layer_types=(FULL,) * self.layers)
-        found = []
-        for one in (load_model(self.recipe.base, attach_untrained=True, still_config=full, dtype=torch.float32), model):
-            one = one.to(self.accelerator.device, torch.float32).eval()
-            found.append(everyday_replies(one, self.tokenizer, wanted) if wanted else [])
-            one.to("cpu")
-        return compared(wanted, found[1], found[0])
+    def everyday_replies(self, model: Any, wanted: Sequence[Question]) -> list[str]:
+        """A model's replies to everyday questions."""
+        model = model.to(self.accelerator.device, torch.float32).eval()
+        found = everyday_replies(model, self.tokenizer, wanted) if wanted else []
+        model.to("cpu")
+        return found
 
     def write(self, result: Linearization, command: str) -> None:
         """Write adapter (unless empty), model, tokenizer and report atomically; the work folder stays."""
-        self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
             tensors.update(load_file(self.work / f"{stage.name}.safetensors"))
         if not tensors:
-            base = self.load_base()
-            tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
+            tensors = {n: p.detach() for n, p in adapter.still_parameters(self.load_base())}
         softmax = [
             i for i in range(self.layers) if self.still.layer_type(i) == FULL
         ]  # layers that became softmax after others were trained
         tensors = {n: t for n, t in tensors.items() if not any(f".layers.{i}." in n for i in softmax)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
+        most = self.questions if self.recipe.everyday_questions is None else self.recipe.everyday_questions
+        wanted = fitting(self.tokenizer, self.context, most)
+        self.log(f"asking {len(wanted)} everyday questions")
+        full = StillConfig(layer_types=(FULL,) * self.layers)
+        # Asked first, so that base and model need not be in memory together.
+        base = self.everyday_replies(
+            load_model(self.recipe.base, attach_untrained=True, still_config=full, dtype=torch.float32), wanted
+        )
+        self.log("writing the model")
         with staged_folder(self.output, force=True, keep=self.folder.other_entries) as folder:
             if tensors:
                 adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
@@ -439,7 +440,7 @@ class LinearizationRun:
             else:  # nothing was trained, and the layers have no parameters of their own
                 model = load_model(self.recipe.base, attach_untrained=True, still_config=still)
             save_model(model, self.tokenizer, folder)
-            result.everyday = self.everyday(model)
+            result.everyday = compared(wanted, self.everyday_replies(model, wanted), base)
             content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
             (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

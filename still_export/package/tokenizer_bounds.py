@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from still_export.package.refusals import CheckError, RunError
 
@@ -19,13 +16,8 @@ MOST_GROWTH = 64
 """Most characters that replacements may make of one, and characters before a text; published tokenizers write at most three bytes for a
 blank."""
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_PANIC = re.compile(rb"\n?thread '[^\n]* panicked at .*?(?:\nnote: [^\n]*\n|\Z)", re.DOTALL)
 _CHARSMAP = re.compile(rb"recompiled|\\u00[4-7]")
 """Tables of characters, or letters that are written as escapes, which nobody does and which may hide one."""
-_LOCK = threading.Lock()
-_calls = 0
-_stderr: int | None = None
-_file: IO[bytes] | None = None
 _REPEATED = re.compile(r"\*|\+|\{\d+,\}")
 
 
@@ -46,65 +38,11 @@ def load_tokenizer(path: Path) -> Any:
 def guarded(what: str) -> Iterator[None]:
     """Errors of a tokenizer, among them the panics of its Rust side, as RunError; `what` begins its message."""
     try:
-        with quiet_panics():
-            yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
-            raise
-        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
-
-
-@contextlib.contextmanager
-def quiet_panics() -> Iterator[None]:
-    """Inside the block, what Rust prints on stderr about a panic that is raised is not shown; other output comes at its end."""
-    _divert()
-    panicked = False
-    try:
         yield
     except BaseException as error:
-        panicked = _is_panic(error)
-        raise
-    finally:
-        _restore(panicked)
-
-
-def _is_panic(error: BaseException | None) -> bool:
-    """Whether an error is a panic, or comes of one."""
-    return error is not None and (type(error).__name__ == "PanicException" or _is_panic(error.__cause__))
-
-
-def _divert() -> None:
-    """Let stderr go into a file until `_restore`; calls of several threads share it."""
-    global _calls, _stderr, _file
-    with _LOCK:
-        _calls += 1
-        if _calls == 1:
-            try:
-                _file = _file or tempfile.TemporaryFile()
-                _stderr = os.dup(2)
-                os.dup2(_file.fileno(), 2)
-            except OSError:  # no stderr, or no room
-                _stderr = None
-
-
-def _restore(panicked: bool) -> None:
-    """End `_divert`, and print what others have printed since."""
-    global _calls
-    with _LOCK:
-        _calls -= 1
-        if _stderr is None or _file is None:
-            return
-        os.dup2(_stderr, 2)  # from here on nothing is written to the file
-        file = _file.fileno()
-        if size := os.lseek(file, 0, os.SEEK_CUR):
-            said = os.pread(file, size, 0)
-            os.lseek(file, 0, os.SEEK_SET)
-            with contextlib.suppress(OSError):
-                os.write(_stderr, _PANIC.sub(b"", said) if panicked else said)
-        if _calls:
-            os.dup2(file, 2)
-        else:
-            os.close(_stderr)
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
 
 
 def _check_charsmaps(content: bytes, source: str) -> None:
