@@ -29,6 +29,7 @@ struct Parts
                 each->codes = scratch.take<int8_t>(inputs);
                 each->factors = scratch.take<float>(inputs / kUnit);
                 each->sums = scratch.take<float>(inputs / static_cast<size_t>(layer.block));
+                each->outliers = scratch.take<uint8_t>(inputs / kSuper);
             }
             else if (layer.rounded())
             {

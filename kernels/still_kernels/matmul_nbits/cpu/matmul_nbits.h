@@ -62,13 +62,14 @@ constexpr float kOutlier = 4;
 
 // Tokens in 8 bits, and for each unit, four times in a row, its step size and the sum of its dequantized codes. With tiles codes are
 // in order, with one factor per unit and one sum per block, and those of kSuper inputs of kChunk tokens are contiguous. In `rest`, the
-// remainders of units with an outlier, a factor of 0 marks the other units.
+// remainders of units with an outlier, a factor of 0 marks the other units; with tiles a bit of `outliers` marks those.
 struct Rounded
 {
     Rounded const* rest; // null: this is one
     int8_t* codes;
     float* factors;
     float* sums;
+    uint8_t* outliers; // with tiles, in `rest`: for kSuper inputs of a token a bit for each unit
     int64_t first, tokens; // with tiles: the task's first token among those rounded at once, and their number
     int64_t units; // of a token, padded with zeros to whole steps
 };

@@ -5,8 +5,6 @@
 // the others. Each code is unpacked once for up to kChunk tokens and stays in registers for all of them.
 #pragma once
 
-#include <algorithm>
-
 #include "cpu/common/elements.h"
 #include "matmul_nbits.h"
 
@@ -285,27 +283,27 @@ void round_tokens(Task const& task)
         for (int64_t s = 0; s < supers; ++s)
         {
             int64_t const place = begin * supers + s * chunk_tokens(to, begin) + (to.first + t - begin);
+            int outliers = 0;
             for (int64_t i = place * kSuper; i < (place + 1) * kSuper; i += kPart)
             {
                 float left[kPart], last[kPart];
-                float* const factor = rest.factors + i / kPart;
                 round_part(x + s * kSuper + i - place * kSuper, layer.block, to.codes + i, to.factors + i / kPart,
                     to.sums + i / layer.block, left);
                 if (to.factors[i / kPart] > limit)
-                    round_part(left, layer.block, rest.codes + i, factor, rest.sums + i / layer.block, last);
-                else
                 {
-                    *factor = 0;
-                    std::memset(rest.codes + i, 0, kPart);
-                    std::memset(rest.sums + i / layer.block, 0, sizeof(float) * static_cast<size_t>(kPart / layer.block));
+                    round_part(left, layer.block, rest.codes + i, rest.factors + i / kPart, rest.sums + i / layer.block, last);
+                    outliers |= 1 << (i - place * kSuper) / kPart;
                 }
+                else
+                    std::memset(rest.sums + i / layer.block, 0, sizeof(float) * static_cast<size_t>(kPart / layer.block));
             }
+            rest.outliers[place] = static_cast<uint8_t>(outliers);
         }
     }
 }
 
 // Adds the products of `several` tokens, or of what rounding left of their units with an outlier, to outputs of `tiles` tiles; `One`: of
-// one token, whose sums stay in registers.
+// one token, whose sums stay in registers. Of the rest only parts and tokens with an outlier cost more than a look at their marks.
 template <int Bits, bool One, bool Rest>
 inline void add_tile(
     Task const& task, Rounded const& tokens, int64_t row, int tiles, int64_t token, int several, Vec (*totals)[kPieces])
@@ -325,10 +323,21 @@ inline void add_tile(
         int64_t const place = token * supers + super * count;
         int8_t const* const x = tokens.codes + place * kSuper;
         float const* const factors = tokens.factors + place * parts;
-        if (Rest && std::all_of(factors, factors + count * parts, [](float factor) { return factor == 0; }))
-            continue;
-        for (int t = 0; t < count; ++t)
-            for (Vec& sum : sums[t])
+        uint8_t const* const outliers = Rest ? tokens.outliers + place : nullptr;
+        int chosen[Rest ? most : 1], left = count; // tokens of this pass
+        unsigned marks = 0;                        // of their parts
+        if constexpr (Rest)
+        {
+            left = 0;
+            for (int t = 0; t < count; ++t)
+                if (outliers[t])
+                    chosen[left++] = t, marks |= outliers[t];
+            if (!marks)
+                continue;
+        }
+        auto const of_pass = [&](int i) { return Rest && !One ? chosen[i] : i; };
+        for (int i = 0; i < left; ++i)
+            for (Vec& sum : sums[of_pass(i)])
                 sum = Vec{};
         for (int i = 0; i < parts; ++i)
         {
@@ -338,6 +347,8 @@ inline void add_tile(
                     __builtin_prefetch(asked);
                 ahead += tiles * kSuperBytes<Bits> / parts;
             }
+            else if (!(marks >> i & 1))
+                continue;
             Part<Bits> unpacked[kPieces];
             for (int piece = 0; piece < kPieces; ++piece)
                 unpack(from, i, piece, unpacked[piece]);
@@ -356,9 +367,10 @@ inline void add_tile(
                     }
             }
 #endif
-            for (int t = first; t < count; ++t)
+            for (int j = first; j < left; ++j)
             {
-                if (Rest && factors[t * parts + i] == 0)
+                int const t = of_pass(j);
+                if (Rest && !(outliers[t] >> i & 1))
                     continue;
                 for (int piece = 0; piece < kPieces; ++piece)
                     sums[t][piece] += dot(unpacked[piece], x + t * kSuper + i * kPart) * factors[t * parts + i];
@@ -375,8 +387,9 @@ inline void add_tile(
                     others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile + piece * kLanes), Vec);
             Half const* const own = scales + piece * kLanes;
             Vec const scale = numbers_of(own, apart), least = Bits == 4 ? numbers_of(own + kTile, apart) : scale;
-            for (int t = 0; t < count; ++t)
+            for (int j = 0; j < left; ++j)
             {
+                int const t = of_pass(j);
                 float const* const of_blocks = tokens.sums + (place + t) * blocks;
                 Vec even = {}, odd = {};
                 for (int i = 0; i < blocks; i += 2)
