@@ -9,8 +9,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-# The CPU's torch first: it is a tenth of the one with CUDA.
-RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
+# The CPU's torch first: it is a tenth of the one with CUDA. Another index that has it: --build-arg TORCH_INDEX=URL
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir torch==2.13.0 --index-url "$TORCH_INDEX" \
     && pip install --no-cache-dir -c constraints.txt ".[cpu,train]"
 WORKDIR /data
 USER 1000

@@ -8,8 +8,9 @@
 #   SHA256SUMS  of all files
 #   trials      each wheel in an environment with nothing else: export, run, serve, verify. aarch64 under qemu-user, in a Debian root
 #
+# PYTHONS names the interpreters to try on this machine, such as "3.11 3.12 3.13 3.14"; uv finds or fetches them.
 # --short, which CI runs: still-export and the kernels for this machine as the cache has them, tried in an environment that sees the
-# packages of .venv; no SBOM. The whole needs 20 GB of disk, and of Debian: mmdebstrap, qemu-user-static, binfmt-support.
+# packages of .venv; no SBOM. The whole needs 20 GB of disk, and of Debian: mmdebstrap, arch-test, qemu-user-static, binfmt-support.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -ge 1 ] || { sed -n 2,3p "$0" | cut -c3-; exit 2; }
@@ -18,9 +19,16 @@ out=$(realpath "$1") short=
 [ "${2:-}" = --short ] && short=yes
 [ -z "$(ls -A "$out")" ] || { echo "release.sh: $out is not empty" >&2; exit 2; }
 python=${PYTHON:-python3} work=$PWD/build/release version=$("$python" -c 'exec(open("still_export/version.py").read()); print(__version__)')
-glibc=2.28
+here=$(uname -m) glibc=2.28
 mkdir -p "$work"
 say() { echo "== $*" >&2; }
+if [ -z "$short" ] && [ "$here" = x86_64 ]; then # said before an hour of work
+    { type mmdebstrap arch-test && [ -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ]; } &> /dev/null || {
+        echo "release.sh: aarch64 cannot be tried here. Run: apt-get install mmdebstrap arch-test qemu-user-static binfmt-support;" \
+            "update-binfmts --enable qemu-aarch64" >&2
+        exit 1
+    }
+fi
 
 say "tools"
 tools=$work/tools/bin
@@ -42,7 +50,6 @@ say "still-export $version: wheel and sdist"
 kernels() { # kernels CPU: the wheel of still-export-kernels
     "$tools/python" -m build -q --no-isolation --wheel -o "$out" "-C--build-option=--plat-name=linux_$1" "$source/distributions/kernels"
 }
-here=$(uname -m)
 if [ "$short" ]; then
     say "still-export-kernels for $here"
     kernels "$here"
@@ -74,29 +81,33 @@ for wheel in "$out"/still_export_kernels-*.whl; do
     "$tools/python" tools/release_trial.py audit "$wheel" "$work/auditwheel.txt"
 done
 
-say "trial on $here"
 trial=$work/trial
 rm -rf "$trial"
 mkdir -p "$trial"
 mine=("$out"/still_export-*.whl "$out"/still_export_kernels-*"$here".whl)
+try() { # try INTERPRETER: uses what its environment has
+    say "trial on $here, $("$1" -V)"
+    env -u PYTHONPATH "$1" tools/release_trial.py try assets/small "$trial/work"
+    rm -rf "$trial"
+}
 if [ "$short" ]; then
     "$python" -m venv "$trial/venv"
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$trial/venv/lib/$(cd "$trial/venv/lib"; echo python*)/site-packages/others.pth"
     "$trial/venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-index "${mine[@]}"
+    try "$trial/venv/bin/python"
 else
     mkdir -p "$out/sbom"
-    "$tools/uv" venv -q --python "$python" "$trial/venv"
-    "$tools/uv" pip install -q --python "$trial/venv/bin/python" --find-links "$out" "still-export[cpu,kernels]==$version"
-    "$tools/cyclonedx-py" environment --of JSON -o "$out/sbom/still-export-$version-$here.cdx.json" "$trial/venv/bin/python"
+    for one in ${PYTHONS:-$python}; do
+        "$tools/uv" venv -q --python "$one" "$trial/venv"
+        "$tools/uv" pip install -q --python "$trial/venv/bin/python" --find-links "$out" "still-export[cpu,kernels]==$version"
+        minor=$("$trial/venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        "$tools/cyclonedx-py" environment --of JSON -o "$out/sbom/still-export-$version-$here-python$minor.cdx.json" "$trial/venv/bin/python"
+        try "$trial/venv/bin/python"
+    done
 fi
-env -u PYTHONPATH "$trial/venv/bin/python" tools/release_trial.py try assets/small "$trial/work"
 
 if [ -z "$short" ] && [ "$here" = x86_64 ]; then
     say "trial on aarch64 (qemu-user)"
-    [ -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ] || {
-        echo "release.sh: no emulator of aarch64. Run: apt-get install qemu-user-static binfmt-support; update-binfmts --enable qemu-aarch64" >&2
-        exit 1
-    }
     root=$work/aarch64
     [ -e "$root/usr/bin/python3" ] || mmdebstrap -q --mode=root --variant=apt --architectures=arm64 --include=python3,libgomp1 \
         "${STILL_DEBIAN:-$(. /etc/os-release; echo "$VERSION_CODENAME")}" "$root"
@@ -105,7 +116,8 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
     "$tools/uv" pip install -q --python-platform aarch64-manylinux_2_31 --python-version "$minor" --target "$root/opt/site" \
         --find-links "$out" --only-binary :all: "still-export[cpu,kernels]==$version"
     "$tools/uv" pip freeze --path "$root/opt/site" \
-        | "$tools/cyclonedx-py" requirements --of JSON -o "$out/sbom/still-export-$version-aarch64.cdx.json" -
+        | "$tools/cyclonedx-py" requirements --of JSON -o "$out/sbom/still-export-$version-aarch64-python$minor.cdx.json" -
+    echo /opt/site > "$root/usr/lib/python3/dist-packages/site.pth" # isolated interpreters see it, which PYTHONPATH does not reach
     mkdir -p "$root/opt/trial"
     cp -r assets/small tools/release_trial.py "$root/opt/trial"
     # ONNX Runtime opens weights by /proc. PyTorch asks /sys and /proc/cpuinfo for the processor, which are this machine's: these lines
@@ -118,7 +130,7 @@ if [ -z "$short" ] && [ "$here" = x86_64 ]; then
         Features "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp" \
         "CPU implementer" 0x41 "CPU architecture" 8 "CPU variant" 0x3 "CPU part" 0xd0c "CPU revision" 1 > "$root/opt/cpuinfo"
     unshare --mount bash -c 'mount -t proc proc "$0/proc" && mount --bind "$0/opt/cpuinfo" "$0/proc/cpuinfo" \
-        && exec chroot "$0" env QEMU_CPU=neoverse-n1 PYTHONPATH=/opt/site PATH=/usr/bin:/bin "$@"' "$root" \
+        && exec chroot "$0" env QEMU_CPU=neoverse-n1 PATH=/usr/bin:/bin "$@"' "$root" \
         python3 /opt/trial/release_trial.py try /opt/trial/small /opt/trial/work
 fi
 

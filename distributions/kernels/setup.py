@@ -8,7 +8,6 @@ Everything else is in pyproject.toml.
 """
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "graphs"), str(ROOT / "kernels")]
 
 from still_export.targets.ort.library import CPUS, LIBRARY, build_library, describe_build, this_cpu  # noqa: E402
+from still_export.targets.trt.plugins import oldest_glibc  # noqa: E402
 from still_export.version import __version__  # noqa: E402
 
 MODULE = "still_export_kernels"
@@ -45,11 +45,6 @@ class Wheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
-
-
-def oldest_glibc(library: Path) -> int:
-    """The minor version of the oldest glibc 2 that has all symbols which the library asks for."""
-    return max(int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes()))
 
 
 setup(cmdclass={"bdist_wheel": Wheel}, version=__version__, packages=[MODULE])

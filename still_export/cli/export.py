@@ -212,9 +212,9 @@ def _report_rounding(package: Package, out: Output) -> None:
 
 
 def _report_missing_code(package: Package, target: Target, out: Output) -> None:
-    """Report native code that is missing in the package."""
+    """Report native code that is missing in the package, and which systems start what is there."""
     from still_export.targets.ort.library import find_library
-    from still_export.targets.trt.plugins import this_cpu
+    from still_export.targets.trt.plugins import oldest_glibc, this_cpu
 
     manifest = package.manifest
     if not manifest.get("plugins", True):  # only targets with plugins have this entry
@@ -222,6 +222,10 @@ def _report_missing_code(package: Package, target: Target, out: Output) -> None:
     trt = manifest.get("trt") or {}
     if manifest.get("plugins") and trt.get("archs") == [JETSON] and (trt.get("cpu") or this_cpu()) != "aarch64":
         out.log(NO_JETSON_PLUGIN)
+    for major, library in manifest.get("plugins", {}).items():
+        names = [name for name in (library, f"still_run{major}") if (package.path / name).is_file()]
+        if glibc := max((oldest_glibc(package.path / name) for name in names), default=0):
+            out.log(f"{' and '.join(names)} need glibc 2.{glibc} or later")
     has_code = manifest["config"].get("native") is not None or "native" in manifest
     if "native" in target.flags and not has_code and find_library() is None:
         out.log(NO_KERNELS)

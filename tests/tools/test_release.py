@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.targets.trt.plugins import oldest_glibc
 from still_export.version import __version__
 from tests.test_imports import ROOT
 from tools.release_trial import audit
@@ -70,3 +71,11 @@ def test_a_wheel_for_older_systems_than_it_says_is_refused(found: str | None, fi
     else:
         with pytest.raises(SystemExit, match="auditwheel"):
             audit(wheel, str(report))
+
+
+def test_the_oldest_glibc_is_the_newest_that_a_symbol_names(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.write_bytes(b"\0GLIBC_2.4\0GLIBC_2.36\0GLIBCXX_2.99\0GLIBC_2.17\0")
+    assert oldest_glibc(library) == 36
+    library.write_bytes(b"statically linked")
+    assert oldest_glibc(library) == 0

@@ -197,6 +197,11 @@ def cuda_headers(include: Path | None = None) -> list[Path]:
     )
 
 
+def oldest_glibc(library: Path) -> int:
+    """The minor version of the oldest glibc 2 that has all symbols which a program or library asks for; 0: it asks for none."""
+    return max(map(int, re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes())), default=0)
+
+
 def json_headers() -> Path | None:
     """Include folder of the package nlohmann-json, part of still-export[onnx]; None: CMake searches the usual places."""
     found = importlib.util.find_spec("nlohmann_json")
