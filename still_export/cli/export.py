@@ -14,6 +14,7 @@ from still_export.cli.output import LOADING, Output, command_line, next_commands
 from still_export.errors import ConfigError
 from still_export.folders.model import check_model, check_overlay
 from still_export.folders.sources import demand_model
+from still_export.package.refusals import first_line
 from still_export.package.staging import demand_free
 from still_export.texts.files import read_text
 
@@ -148,7 +149,7 @@ def _build_kernels(out: Output) -> None:
             progress("building the kernels")
             build_library()
     except PluginBuildError as error:
-        out.log(f"no kernels: {str(error).splitlines()[0]}")
+        out.log(f"no kernels: {first_line(error)}")
     else:
         out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports include them")
 

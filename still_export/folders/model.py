@@ -26,6 +26,7 @@ from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_
 from still_export.gguf.container import open_gguf
 from still_export.gguf.tokenizer import read_tokenizer
 from still_export.package.files import is_gguf
+from still_export.package.refusals import first_line
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", CARD]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -188,7 +189,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
     except Exception as error:  # huggingface_hub, its HTTP client and the network raise many unrelated types
         raise ModelNotFoundError(
             f"{source} is not a folder here and could not be fetched from the hub: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
+            f"{first_line(error)} "
             f"Check the name, the network and, for gated models, `hf auth login`.{_meant(str(source))}"
         ) from error
 

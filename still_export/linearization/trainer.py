@@ -31,6 +31,7 @@ from still_export.errors import TrainingError
 from still_export.linearization.curves import Curves
 from still_export.linearization.passes import Passes, passes_of
 from still_export.linearization.recipe import Recipe
+from still_export.package.refusals import first_line
 from still_export.texts.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -257,10 +258,9 @@ class Trainer:
             set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state, options=PARTIAL)
             values = json.loads((found[-1] / "report.json").read_text(encoding="utf-8"))
         except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TrainingError(
-                f"the checkpoint {found[-1]} does not fit this run: {reason}. --resume needs the recipe that wrote it, or remove it to "
-                "continue from the one before."
+                f"the checkpoint {found[-1]} does not fit this run: {first_line(error)}. --resume needs the recipe that wrote it, or "
+                "remove it to continue from the one before."
             ) from error
         values["validation"] = [(step, loss) for step, loss in values["validation"]]
         return StageReport(**values)

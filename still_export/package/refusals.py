@@ -16,6 +16,12 @@ def printable(text: str) -> str:
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type if it says nothing."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
+
+
 class RunError(ValueError):
     """The package cannot run this request; the message says why and what to do."""
 

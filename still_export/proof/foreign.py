@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError, UnsupportedError
+from still_export.package.refusals import first_line
 from still_export.proof.foreign_weights import NotDecoded
 from still_export.proof.server import activations_in_8_bits
 from still_export.proof.verdict import Check
@@ -316,7 +317,7 @@ def _read(kind: Any, model: str, **how: Any) -> Any:
     try:
         return kind.from_pretrained(model, trust_remote_code=False, **how)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"--model {model}: transformers cannot read it: {first_line(error)}") from error
 
 
 def _off(found: np.ndarray, expected: np.ndarray) -> float:

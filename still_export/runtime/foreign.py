@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import PackageError, UnsupportedError
+from still_export.package.refusals import first_line
 
 GENAI_CONFIG = "genai_config.json"
 PAIRS = (("prefill.onnx", "decode.onnx"), ("decoder_model.onnx", "decoder_with_past_model.onnx"))
@@ -76,7 +77,7 @@ class Graph:
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's errors have no common base class
-            raise PackageError(f"{path}: ONNX Runtime cannot read it: {str(error).splitlines()[0]}") from error
+            raise PackageError(f"{path}: ONNX Runtime cannot read it: {first_line(error)}") from error
         self.path = path
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         self.outputs = {o.name: o for o in self.session.get_outputs()}
@@ -236,5 +237,4 @@ def _genai_config(path: Path) -> Mapping[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", lines[0])[:200] if lines else type(error).__name__
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", first_line(error))[:200]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError, StillExportError
 from still_export.folders.weights import SAFE
+from still_export.package.refusals import first_line
 
 CONTAINERS = ("model_state_dict", "state_dict", "model", "module")
 """Names of the state dict among others; DeepSpeed's is "module"."""
@@ -36,8 +37,9 @@ def unpickle(source: Path, target: Path) -> int:
             f"{source} is no file of plain tensors: it is damaged, or wants to run code, which is refused."
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{source} cannot be read as plain tensors: {reason}. Fetch it again.") from error
+        raise CheckpointError(
+            f"{source} cannot be read as plain tensors: {first_line(error)}. Fetch it again."
+        ) from error
     for name in CONTAINERS:
         if isinstance(values, dict) and isinstance(values.get(name), dict):
             values = values[name]

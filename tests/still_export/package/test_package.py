@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from still_export.errors import PackageError
 from still_export.package.checked import read_manifest
 from still_export.package.folder import open_package, staged_folder, write_manifest
-from still_export.package.refusals import CheckError
+from still_export.package.refusals import CheckError, first_line
 from still_export.package.staging import lacks_room, write_json
 
 CONTENT: dict[str, Any] = {
@@ -40,6 +40,13 @@ CONTENT: dict[str, Any] = {
     ],
     "eos_token_ids": [2],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "line"), [("", "OSError"), ("\n \n", "OSError"), ("\nfirst\nsecond", "first"), ("one", "one")]
+)
+def test_errors_that_say_nothing_are_named(said: str, line: str) -> None:
+    assert first_line(OSError(said)) == line
 
 
 def make_package(folder: Path) -> Path:
