@@ -147,6 +147,7 @@ def install_kernels(site: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, conte
     path = site / MODULE / LIBRARY
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
+    (path.parent / "__init__.py").touch()  # without it one that is installed would come first
     (path.parent / BUILD).write_text(json.dumps(describe_build(path, cpu)))
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
