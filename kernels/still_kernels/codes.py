@@ -18,39 +18,37 @@ _near: tuple[float, torch.Generator] | None = None
 
 
 @contextmanager
-def near_codes(width: float, generator: torch.Generator) -> Iterator[None]:
-    """Context in which a number at most `width` from halfway between two codes, or two numbers of a narrower float type, gets either, at
-    random: those of another runtime."""
+def near_codes(share: float, generator: torch.Generator) -> Iterator[None]:
+    """Context in which a number gets either of two codes, or of two numbers of a narrower float type, at random, if it is about halfway
+    between them: within `share` of its row's largest number. Another runtime may store either. With -`share` and the same random numbers
+    each such number gets the other."""
     global _near
-    before, _near = _near, (width, generator)
+    before, _near = _near, (share, generator)
     try:
         yield
     finally:
         _near = before
 
 
-def _nearest(x: Tensor) -> Tensor:
+def _moved(rows: Tensor, largest: Tensor | float) -> Tensor:
+    """Rows [..., D] about halfway between two codes go either way; `largest` of a row, [..., 1]."""
     if _near is None:
-        return torch.round(x)
-    width, generator = _near
-    moved = (2 * torch.rand(x.shape, generator=generator) - 1).to(x) * width
-    return torch.round(x + moved)
+        return rows
+    share, generator = _near
+    signs = 2 * torch.randint(2, rows.shape, generator=generator) - 1
+    return rows + signs.to(rows) * largest * share
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a narrower float type."""
-    if _near is not None:
-        width, generator = _near
-        moved = (2 * torch.rand(x.shape, generator=generator) - 1).to(x) * width
-        x = x + moved * torch.finfo(dtype).eps * x.abs()
-    return x.to(dtype)
+    """Rows [..., D] in a narrower float type."""
+    return _moved(x, x.abs().amax(-1, keepdim=True) if _near else 0.0).to(dtype)
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [..., D] of any float type as words int32 [..., D / 4] and scales float32 [...]."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1))
-    codes = _nearest(wide / torch.where(scale > 0, scale, 1)[..., None])
+    codes = torch.round(_moved(wide / torch.where(scale > 0, scale, 1)[..., None], STEPS))
     return codes.to(torch.int8).contiguous().view(torch.int32), scale
 
 
@@ -65,7 +63,7 @@ def rounded(rows: Tensor) -> Tensor:
     """Rows [..., D] after quantization and dequantization, in their own type. Traces as standard ops."""
     wide = rows.float()
     scale = _parts(wide.abs().amax(-1, keepdim=True).clamp_min(LEAST))
-    return (_nearest(wide / scale) * scale).to(rows.dtype)
+    return (torch.round(_moved(wide / scale, STEPS)) * scale).to(rows.dtype)
 
 
 def _parts(largest: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from still_export.package.calls import Arrays
 from still_export.proof.absolute import Overflow
 from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question
 from still_export.proof.codes import as_numbers
+from still_export.proof.constants import STORED_TIMES, TIMES
 from still_export.proof.spill import room_for
 from still_kernels.ties import Leads, Pairs
 
@@ -48,7 +49,7 @@ class Case:
         unreported: By layer, tokens [B, N] with a near tie whose choice the target does not report. Their logits and states of later
             layers are not compared.
         overflow, right_overflow: Where the own run and the reference are not finite; None: nowhere.
-        amplified: Errors as of `own` that runs with disturbed inputs let expect; empty: no such run was made.
+        amplified: Errors as of `own` that further own runs made, or that disturbed inputs let expect; empty: there was no such run.
     """
 
     name: str
@@ -108,6 +109,13 @@ class Case:
         """This case, whose rows may err as many times the usual own error as a disturbance of the input grows in them."""
         both = zip(self.own, self.amplified or self.own, disturbed.own, strict=True)
         rows = [{n: np.fmax(old[n], _grown(x, more[n])) for n, x in each.items()} for each, old, more in both]
+        return replace(self, amplified=rows)
+
+    def storing(self, other: Case) -> Case:
+        """This case, whose rows may err STORED_TIMES as far as those of another own run."""
+        both = zip(self.amplified or self.own, other.own, strict=True)
+        share = np.float32(STORED_TIMES / TIMES)
+        rows = [{n: np.fmax(x, share * more[n]) for n, x in each.items()} for each, more in both]
         return replace(self, amplified=rows)
 
     def same_experts(self, seen: Sequence[np.ndarray]) -> bool:

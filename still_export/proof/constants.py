@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 18
+PROOF_VERSION = 19
 """Version of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 TIMES = 48.0
 """Allowed error of a row, in multiples of PyTorch's own in the same type. Two correct orders of summation differ by up to 12 times a row's
@@ -19,9 +19,12 @@ OP_TIMES, OP_UNITS = 2.0, 1.0
 DISTURBANCES, OP_MOVED = 8, 8.0
 """Runs of a function body with disturbed inputs, for a kernel beyond its bound, and how many times as far as they move a row it may be off:
 several roundings in a row, and the largest of thousands of rows beside a mean of squares."""
-NEAR_CODE = 2.0**-10
-"""Distance from halfway between two codes of an 8-bit cache, in codes, within which a runtime in float32 may take the other one: rounding
-moves a number of a few layers by a millionth, and the largest code is 127."""
+NEAR_CODE, STORED_DRAWS, STORED_TIMES = 2.0**-17, 4, 4.0
+"""Distance from halfway between two numbers of a cache's type, in parts of a row's largest number, within which a runtime in float32 may
+store either: rounding moves a number of a few layers by a millionth. STORED_DRAWS own runs of cases beyond their bounds store each such
+number both ways, half of them at a time. A row may be off STORED_TIMES as far as any of these is: it may read several such numbers."""
+FEW_OUTPUTS = 4
+"""Such runs are made if one of so many outputs is beyond its bound, or fewer."""
 FLOAT32 = 5e-2
 """Allowed error of a log-probability in float32, nats: ten times the largest rounding error that was seen. A token
 may be twice as far behind the likeliest."""

@@ -12,12 +12,14 @@ import numpy as np
 from still_export.package.calls import Arrays
 from still_export.proof.absolute import LOGITS, Findings, layer_of
 from still_export.proof.cases import TINY, Case, errors_of, same_best
-from still_export.proof.constants import FEW_TIMES, PROOF_VERSION, ROUNDINGS, TIMES
+from still_export.proof.constants import FEW_OUTPUTS, FEW_TIMES, PROOF_VERSION, ROUNDINGS, TIMES
 from still_export.proof.verdict import WRONG, Check, Kind, Verdict
 from still_kernels.ties import Choices, Pairs
 
 NOTHING: Mapping[str, int] = {}
 NO_STEPS: Mapping[str, str] = {}
+MANTISSA = {"float16": 10, "bfloat16": 7}
+"""Bits behind the leading one."""
 
 
 class Bounds:
@@ -67,7 +69,8 @@ class Judged:
 
     Args:
         errors: For each of `Case.pairs`, `row_errors` of every output.
-        steps: For each, the size of one code in the rows of 8-bit states, shaped as `errors`: a code may be the neighbouring one.
+        steps: For each, the size of one code, or the spacing of the type at a row's largest number, in the rows of states with fewer bits
+            than float32, shaped as `errors`: what is stored may be the neighbouring number.
         sums: By output: (sum of all errors, their number).
         same: Where both have the same likeliest token, over all calls.
         found: Faults of the subject's outputs that need no bound.
@@ -90,6 +93,7 @@ class Judged:
         pairs: Pairs,
         by_token: Mapping[str, int] = NOTHING,
         scales: Mapping[str, str] = NO_STEPS,
+        halves: Mapping[str, str] = NO_STEPS,
         turned: Sequence[Mapping[int, np.ndarray]] = (),
     ) -> Judged:
         """Compare `pairs`.
@@ -97,6 +101,7 @@ class Judged:
         Args:
             by_token: Axis of outputs that have a row for each token of a sequence.
             scales: By 8-bit state, the output with its scales.
+            halves: By state in a type of 16 bits, this type.
             turned: For each pair by layer, the sequences [B] in which the subject chose otherwise at a near tie; later outputs are not
                 compared.
         """
@@ -109,6 +114,8 @@ class Judged:
                 if (scale := expected.get(scales.get(name, ""))) is not None:
                     # The second error is along the row: of a row that differs in one code.
                     judged.steps[-1][name] = np.stack([scale, scale])
+                if name in halves:
+                    judged.steps[-1][name] = np.stack([_spacing(right, halves[name])] * 2)
                 judged.sums[name] = judged.sums.get(name, 0) + np.array([total, right.size])
             judged.found.see(number, judged.errors[-1], expected, actual)
             if LOGITS in expected and case.unreported:
@@ -267,10 +274,19 @@ class Report:
         return max(self.outputs, key=lambda each: each.of_bound, default=None)
 
     @property
+    def _only_outputs(self) -> bool:
+        """Whether nothing failed but outputs."""
+        return not self.passed and all(check.passed for check in self.checks) and not self.selections.wrong
+
+    @property
+    def may_be_storing(self) -> bool:
+        """Whether nothing failed but a few outputs: a number that is stored the other way is in few of them."""
+        return self._only_outputs and FEW_OUTPUTS * len(self.mismatches) <= len(self.outputs)
+
+    @property
     def may_be_rounding(self) -> bool:
         """Whether nothing failed but outputs that are a few times beyond their bounds."""
-        good = all(check.passed for check in self.checks) and not self.selections.wrong
-        return not self.passed and good and self.mismatches[0].of_bound <= FEW_TIMES
+        return self._only_outputs and self.mismatches[0].of_bound <= FEW_TIMES
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -287,6 +303,12 @@ class Report:
             "polygraphy": self.command,
             "outputs": [vars(o) for o in self.outputs],
         }
+
+
+def _spacing(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Distance [...] between two numbers of a type of 16 bits at the largest of each of `rows` [..., D]."""
+    largest = np.abs(rows.astype(np.float32, copy=False)).max(-1, initial=0)
+    return np.asarray(np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 1 - MANTISSA[dtype]), 0))
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:

@@ -31,6 +31,8 @@ ROWS = 8192
 """Rows of an embedding or head that are read and cast at once."""
 
 
+FEWER_BITS = ("float16", "bfloat16", "int32")
+"""Types of states with fewer bits than float32; int32: words of four codes."""
 MARGINS = "margins"
 """Name of the output `present_margins.<layer>`: router scores of each token, then 1 for the chosen experts. No package has it."""
 
@@ -47,10 +49,11 @@ class LayerwiseModel:
             half arithmetic is slow on most processors.
         prepare: Changes the model before its weights are read.
         dtype: Type of the computation; None: the source's types.
-        near: How far from halfway between two 8-bit codes a number of a cache may round either way, at random.
         scalars: Type to which factors that are Python numbers are rounded, as a graph in that type stores them.
 
     Attributes:
+        either: How far from halfway between two numbers of a cache's type, in parts of a row's largest, a number is stored either way, and
+            what draws which (`near_codes`). None: every number is stored as the nearest.
         disturbed: Draws what each number of the embedding is multiplied by, 1 within the root of the type's epsilon. None: nothing is.
     """
 
@@ -61,17 +64,21 @@ class LayerwiseModel:
         prepare: Callable[[Any], None] | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
-        near: float = 0.0,
         scalars: torch.dtype | None = None,
     ) -> None:
         self.disturbed: torch.Generator | None = None
         self.scalars = scalars
-        self.near, self.draws = near, torch.Generator().manual_seed(0)
+        self.either: tuple[float, torch.Generator] | None = None
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
         self.compute_dtype, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
         self.table = state_table(self.config, self.dtype)
         self.all_logits = bool(manifest["model"]["all_logits"])
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether caches have fewer bits than float32, in which it computes: two right runs may store neighbouring numbers."""
+        return self.dtype == torch.float32 and any(state.dtype in FEWER_BITS for state in self.table)
 
     @property
     def rounds(self) -> bool:
@@ -191,7 +198,7 @@ class Passage:
     def through(self, index: int) -> None:
         of = self._layers
         # PyTorch is the reference, also on a GPU: the package's kernels must not check themselves.
-        codes = near_codes(of.near, of.draws) if of.near else nullcontext()
+        codes = near_codes(*of.either) if of.either else nullcontext()
         scalars = _RoundedScalars(of.scalars) if of.scalars else nullcontext()
         with pytorch_forms(), codes, scalars, of.layer(self._model, index):
             last = index == of.layers - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
-from still_export.proof.constants import DISTURBED, NEAR_CODE
+from still_export.proof.constants import DISTURBED, NEAR_CODE, STORED_DRAWS
 from still_export.proof.judge import Report
 from still_export.proof.prompts import Ranges
 from still_export.proof.sessions import WIDENED, Subject, widened_manifest
@@ -152,6 +152,11 @@ def judge(verifier: Verifier, cases: DrawnOnce, run: Callable[[Verifier], Report
     if cases.again and (not report.passed or report.selections.near_ties):  # its choice may be another token
         cases.forget()
         report = run(verifier)
+    beyond = {each.case for each in report.mismatches}
+    for draw in range(STORED_DRAWS):
+        if not (report.may_be_storing and cases.store_again(beyond, draw)):
+            break
+        report = run(verifier)
     for seed in range(DISTURBED):
         if not (report.may_be_rounding and cases.disturb({each.case for each in report.mismatches}, seed)):
             break
@@ -239,11 +244,35 @@ class DrawnOnce:
 
         if not isinstance(self.source, TorchCases) or self.source.own.dtype != torch.float32:
             return False
+        draw = partial(self.source.draw_disturbed, seed=seed)
+        self._drawn |= {n: case.amplifying(more) for n, case, more in self._drawn_again(names, draw)}
+        return True
+
+    def store_again(self, names: Collection[str], draw: int) -> bool:
+        """Let bounds of the cases of these names, or that they begin with, hold another own run, which stores numbers about halfway between
+        two of a cache's type either way; of an even draw and the next, with the same names, each such number is stored both ways. Returns
+        whether the source has such a cache."""
+        import torch
+
+        from still_export.proof.torch_cases import TorchCases
+
+        if not isinstance(self.source, TorchCases) or not self.source.own.rounds_states:
+            return False
+        self.source.own.either = NEAR_CODE * (-1) ** draw, torch.Generator().manual_seed(draw // 2)
+        try:
+            self._drawn |= {n: case.storing(more) for n, case, more in self._drawn_again(names, self.source.draw)}
+        finally:
+            self.source.own.either = None
+        return True
+
+    def _drawn_again(
+        self, names: Collection[str], draw: Callable[[list[int], DecisionsByCase], list[Case]]
+    ) -> Iterator[tuple[int, Case, Case]]:
+        """The cases of these names, or that they begin with, by number: as they are, and drawn again."""
         cases = {n: case for n, case in self._drawn.items() if any(name.startswith(case.name) for name in names)}
         decisions = {self.numbers[n]: self._decisions[n] for n in cases if n in self._decisions}
-        found = self.source.draw_disturbed([self.numbers[n] for n in cases], decisions, seed)
-        self._drawn |= {n: case.amplifying(more) for (n, case), more in zip(cases.items(), found, strict=True)}
-        return True
+        again = draw([self.numbers[n] for n in cases], decisions)
+        return ((n, case, more) for (n, case), more in zip(cases.items(), again, strict=True))
 
 
 def torch_cases(
@@ -284,9 +313,8 @@ def torch_cases(
     exact = torch.float64 if dtype == "float32" and not rounded else torch.float32
     computed = torch.float32 if dtype == "float32" else None
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    near = NEAR_CODE if dtype == "float32" else 0.0
     scalars = getattr(torch, stored) if stored and stored != "float32" else None
-    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device, computed, near, scalars)
+    own_run = LayerwiseModel(manifest, own, round_inputs if rounded else None, device, computed, scalars)
     cases = TorchCases(manifest, reference, own_run, ranges, words)
     if HEAD in manifest["files"]:
         head = partial(_head, package, options, stored)

@@ -26,7 +26,7 @@ from still_export.proof.answers import EMPTY, Answer, Decisions, Progress, Quest
 from still_export.proof.calls_file import CallsFile, remove_calls
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.codes import scale_name
-from still_export.proof.judge import Bounds, Judged, OutputReport, Report
+from still_export.proof.judge import MANTISSA, Bounds, Judged, OutputReport, Report
 from still_export.proof.sessions import Guessing, Restoring, Session, Subject, empty_unread
 from still_export.proof.spill import free_memory
 from still_export.proof.verdict import Check
@@ -75,6 +75,7 @@ class Verifier:
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _is_by_token(s.growth)}
         self.scales = {s.present: scale_name(s.present) for s in table if s.dtype == "int32"}
+        self.halves = {s.present: s.dtype for s in table if s.dtype in MANTISSA}
         self.dtype = package.manifest["model"]["dtype"]
         subject.watch = tuple(op.watched for op in self.ties.each if op.watched)
 
@@ -176,7 +177,7 @@ class Verifier:
         found.expected, found.unreported = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
         turned = [] if same_choices else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
-        judged = Judged.of(case, pairs, self.by_token, self.scales, turned)
+        judged = Judged.of(case, pairs, self.by_token, self.scales, self.halves, turned)
         judged.otherwise = otherwise is not None
         return judged
 

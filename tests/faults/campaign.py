@@ -1,7 +1,7 @@
 """Small packages with and without planted faults, verified: what is found, and how far the faults that are not move the logits."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,10 @@ class Drawn(DrawnOnce):
         self.disturbed = False
         return [replace(self._drawn[number]) for number in numbers]
 
-    def disturb(self, names: Collection[str], seed: int) -> bool:
+    def _drawn_again(self, *args: Any) -> Iterator[tuple[int, Case, Case]]:
         """Like DrawnOnce, for the next `draw` alone: the next fault has bounds of its own."""
-        self.disturbed = super().disturb(names, seed)
-        return self.disturbed
+        self.disturbed = True
+        return super()._drawn_again(*args)
 
 
 @dataclass

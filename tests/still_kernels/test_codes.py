@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import still_kernels
-from still_kernels.codes import dequantized, quantized, rounded
+from still_kernels.codes import dequantized, near_codes, quantized, rounded, stored
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -70,3 +70,19 @@ def test_no_function_of_the_kernels_returns_scales_that_may_not_be_there() -> No
                         names = {value.id for value in values if isinstance(value, ast.Name)}
                         returned += [f"{path.name}: {function.name} returns {name}" for name in names & mine]
     assert returned == []
+
+
+@pytest.mark.parametrize("cache", ["codes", "float16"])
+def test_only_numbers_about_halfway_get_either(cache: str) -> None:
+    """Within a share of the row's largest; and the other, where all goes the other way."""
+    share, largest = 2.0**-17, 127.0
+    halfway = 64.5 if cache == "codes" else 64 + 2.0**-5  # float16 has a spacing of 2 ** -4 there
+    far, near = 1.5 * share * largest, 0.3 * share * largest
+    row = torch.tensor([largest, halfway - far, halfway - near, halfway + near, halfway + far], dtype=torch.float64)
+    rows = row.expand(200, -1).float() if cache == "codes" else row.expand(200, -1)
+    found = []
+    for way in (share, -share):
+        with near_codes(way, torch.Generator().manual_seed(0)):
+            found.append(rounded(rows) if cache == "codes" else stored(rows, torch.float16))
+    assert [len(column.unique()) for column in found[0].T] == [1, 1, 2, 2, 1]
+    assert (found[0] != found[1]).all(0).tolist() == [False, False, True, True, False]

@@ -19,6 +19,7 @@ from still_export.package.folder import Package
 from still_export.proof.answers import Decisions, silent
 from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
+from still_export.proof.constants import STORED_DRAWS
 from still_export.proof.judge import Bounds, Report
 from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts, Ranges
@@ -273,3 +274,22 @@ def test_a_disturbance_says_which_rows_amplify(monkeypatch: pytest.MonkeyPatch) 
     known = np.isfinite(keys[0]) & (keys[0] > 0)
     shares = keys[1][known] / keys[0][known]
     assert np.median(shares) < 2 and shares.max() > 3
+
+
+@pytest.mark.parametrize("cache", ["float16", "int8"])
+def test_numbers_about_halfway_between_two_of_a_caches_type_may_be_stored_either_way(cache: str) -> None:
+    """Keys and values that other own runs store otherwise may err by as much; where all store the same, bounds stay."""
+    asked = Asked(None, cache=cache, sizes={"head_dim": 12})
+    cases = DrawnOnce(asked.cases)
+    cases.draw(range(cases.count))
+    plain = Asked(None)
+    assert not DrawnOnce(plain.cases).store_again({cases._drawn[1].name}, 0)  # its caches are float32
+    for draw in range(STORED_DRAWS):
+        assert cases.store_again({cases._drawn[1].name}, draw)
+    after = cases.draw(range(cases.count))
+    assert [n for n in range(cases.count) if after[n].amplified] == [1]
+    own, more = (rows[0]["present_window_value.0"][0] for rows in (after[1].own, after[1].amplified))
+    known = np.isfinite(own)
+    assert (more[known] >= own[known]).all()
+    moved = more[known] > own[known]
+    assert moved.any() and not moved.all()
