@@ -119,7 +119,7 @@ def export(
     if overflow:
         out.say(overflow)
     _report_missing_code(package, target, out)
-    _report_rounding(package, out)
+    report_rounding(package, out)
     if lacking:
         out.log(f"no engine yet: {lacking}")
     manifest = package.manifest
@@ -196,7 +196,7 @@ def _overflow(options: ExportOptions, files: ModelFolder | None, package: Packag
     )
 
 
-def _report_rounding(package: Package, out: Output) -> None:
+def report_rounding(package: Package, out: Output) -> None:
     """Report source codes that the package does not store unchanged."""
     codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
     if codes["floats"]:

@@ -29,6 +29,7 @@ def package_of(path: Path, out: Output) -> Path:
     ):  # before PyTorch is imported and the tokenizer is read, which take seconds
         find_architecture(path, architecture)
     from still_export import __version__
+    from still_export.cli.export import report_rounding
     from still_export.errors import PackageError
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
@@ -54,5 +55,6 @@ def package_of(path: Path, out: Output) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = ExportOptions(str(path), quantize=quantize_policy(file))
     with out.steps() as progress:
-        export(options, folder, to="onnx", command=command_line(), progress=progress)
+        package = export(options, folder, to="onnx", command=command_line(), progress=progress)
+    report_rounding(package, out)
     return folder

@@ -18,11 +18,10 @@ _PRESERVED = {*BLOCKS, *FORMS}
 """Types whose blocks packages keep (docs/reference/quantization.md)."""
 
 
-def quantize_policy(file: Container, exact: bool = False) -> str | None:
+def quantize_policy(file: Container) -> str | None:
     """The --quantize policy that keeps most blocks of a file, by the bits of most of its numbers; None: they are floats.
 
-    Args:
-        exact: None also if no kernel reads the blocks of most numbers, so that they would be rounded again.
+    int8 if no kernel reads the blocks of most numbers: they are rounded again.
     """
     counts: Counter[int] = Counter()
     kept = 0
@@ -33,9 +32,7 @@ def quantize_policy(file: Container, exact: bool = False) -> str | None:
             kept += count if bits and tensor.tensor_type.name in _PRESERVED and file.scale(name) is None else 0
     bits = counts.most_common(1)[0][0] if counts else 0
     coded = counts.total() - counts[0]
-    if exact and 2 * kept <= coded:
-        return None
-    return None if bits == 0 else "int4" if bits <= 4 else "int8"
+    return None if bits == 0 else "int4" if bits <= 4 and 2 * kept > coded else "int8"
 
 
 def describe_gguf(path: Path) -> dict[str, str]:

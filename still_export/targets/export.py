@@ -100,10 +100,12 @@ def lower_or_export(
     fits = target.has_form(manifest) and wanted in target.dtypes
     if fits or manifest.get("quantization") is None or not Path(model).exists():
         return lower(package, to, output, options=options, dtype=dtype, progress=progress, **common)
-    logging.getLogger(__name__).warning(
-        "%s lacks the form or type of the low-bit weights of %s: they are quantized again, from %s", to, package, model
-    )
     kept = wanted if dtype or wanted in target.dtypes else target.dtypes[0]
+    alike = {**manifest, "model": {**manifest["model"], "dtype": kept}, "quantization": None}
+    target.check_model(alike, options)  # before the model is opened
+    logging.getLogger(__name__).warning(
+        "%s lacks the form or type of the low-bit weights of %s: they are made again, from %s", to, package, model
+    )
     job = plan_job(to, {**flags, "dtype": kept}, manifest)
     return export(job.export_options, output, to=job.to, options=job.options, progress=progress, **common)
 
@@ -219,14 +221,14 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
 
 
 def _own_bits(model: str) -> str | None:
-    """The policy that keeps the blocks of a GGUF file; None: it is none, or most of its numbers are floats here."""
+    """The policy that keeps the blocks of a GGUF file; None: it is none, or most of its numbers are floats."""
     path = Path(model)
     if not is_gguf(path):
         return None
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
 
-    return quantize_policy(open_gguf(path), exact=True)
+    return quantize_policy(open_gguf(path))
 
 
 def _absolute(source: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from still_export.models.families.linear_families import LINEAR_FAMILIES
-from tests.still_export.linear_models import PUBLISHED, SIZES, linear_model
+from tests.still_export.linear_models import FAMILIES, PUBLISHED, SELDOM, SIZES, linear_model
 
 _QWEN: dict[str, Any] = dict(
     SIZES["qwen3_next"],
@@ -136,3 +136,30 @@ def expert_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     model = linear_model(family, dtype, seed, **{**sizes, **changes})
     model.config._experts_implementation = "eager"  # the others want sizes that are multiples
     return model
+
+
+EXPERTS = ", experts"
+DEEP = (*FAMILIES, *SELDOM, *(f"{name}{EXPERTS}" for name in SPARSE))
+"""All families, with and without experts."""
+_OTHER_LAYER = 1, 5
+
+
+def deep_model(name: str) -> Any:
+    """A model of a name of DEEP with seven layers: the second and the sixth are of the second kind, if the family has one."""
+    family, experts, _ = name.partition(EXPERTS)
+    name, own = SPARSE[family] if experts else (family, SELDOM.get(family, {}))
+    sizes = {**SIZES.get(name, {}), **own}
+    changes: dict[str, Any] = {} if family.startswith("nemotron_h") else {"num_hidden_layers": 7}
+    if kinds := sizes.get("layer_types"):
+        changes["layer_types"] = [kinds[index in _OTHER_LAYER] for index in range(6)] + [kinds[-1]]
+    if kinds := sizes.get("mlp_layer_types"):
+        changes["mlp_layer_types"] = [kinds[0]] + [kinds[-1]] * 6
+    if family == "bamba":
+        changes["attn_layer_indices"] = [*_OTHER_LAYER]
+    if family == "rat":
+        changes["num_layers"] = 7
+    if family == "transnormer":
+        changes |= {"decoder_layers": 7, "linear_use_lrpe_list": [int(index not in _OTHER_LAYER) for index in range(7)]}
+    if family == "minicpm_sala":
+        changes["mixer_types"] = [("lightning-attn", "minicpm4")[index in _OTHER_LAYER] for index in range(7)]
+    return expert_model(family, **changes) if experts else linear_model(family, **changes)

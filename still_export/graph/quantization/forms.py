@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -131,13 +130,10 @@ def _widen_experts(weights: Weights, forms: dict[str, Form], policy: Quantizatio
 
 
 def _is_mixed(weights: Weights, policy: Quantization) -> bool:
-    """Whether most codes of the source have at most 4 bits: those with more were chosen to keep them, and are not rounded again."""
-    counts = Counter[bool]()
-    for weight in weights.values():
-        base = weight.adapted.base if isinstance(weight, Deferred) and weight.adapted is not None else weight
-        if isinstance(base, Deferred) and base.bits:
-            counts[base.bits <= 4] += base.shape.numel()
-    return policy.scheme == "int4" and counts[True] > counts[False]
+    """Whether the source has codes of at most 4 bits: those with more were chosen to keep them, and are not rounded again."""
+    known = (weight for weight in weights.values() if isinstance(weight, Deferred))
+    bases = (weight if weight.adapted is None else weight.adapted.base for weight in known)
+    return policy.scheme == "int4" and any(isinstance(base, Deferred) and 0 < base.bits <= 4 for base in bases)
 
 
 def plan_forms(

@@ -17,7 +17,10 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from still_graphs.conditions import still_nodes
 from still_graphs.edits import Writer, attribute, is_standard, known_sizes, put_in_place, sizes, typed
@@ -25,7 +28,7 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import OPS, OpSpec
 from still_graphs.spec import StateSpec
-from still_graphs.states import rows_after
+from still_graphs.states import StateTable, rows_after
 
 CAPACITY = "still.capacity"
 """Key of the model's metadata: JSON of the manifest's field `capacity`."""
@@ -46,14 +49,95 @@ def present_name(layer: int | str, name: str) -> str:
 
 
 @dataclass
-class _State:
-    """A state of a node, with its dimensions without the batch."""
+class _Kept:
+    """A state of an op, with its dimensions without the batch and the name of its type."""
+
+    op: str
+    spec: StateSpec
+    shape: list[int]
+    dtype: str
+
+    @property
+    def part(self) -> int:
+        """Index of genai's tensor for it."""
+        from still_graphs.functions.joined import part_of
+
+        return part_of(OPS[self.op], self.spec.name)
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it has a row for every position, like genai's own caches."""
+        return self.spec.growth is not None and self.spec.growth.per == 1
+
+
+@dataclass
+class _State(_Kept):
+    """A state of a node in a graph."""
 
     node: ir.Node
-    spec: StateSpec
     past: ir.Value
     present: ir.Value
-    shape: list[int]
+
+
+_Shapes = dict[str, tuple[list[int], str]]
+"""Dimensions without the batch, and type, of genai's tensors of a layer, by name."""
+
+
+def check_states(table: StateTable) -> None:
+    """Raise UnsupportedError, before there is a graph, if genai cannot store these states; the message names the layer."""
+    sizes = table.shapes(1, table.rows(table.capacity_tokens))
+    layers: dict[int, list[_Kept]] = defaultdict(list)
+    for state in table:
+        if state.op:
+            spec = OPS[state.op].state(state.name.rpartition(".")[0])
+            layers[state.layer].append(_Kept(state.op, spec, [*sizes[state.name][1:]], state.dtype))
+    _shapes_of(layers)
+
+
+def _shapes_of(layers: Mapping[int, Sequence[_Kept]]) -> dict[int, _Shapes]:
+    """The shapes of genai's tensors by layer; UnsupportedError if they differ between layers or genai has no such tensor."""
+    found: dict[int, _Shapes] = {}
+    first: dict[str, int] = {}
+    for layer, states in layers.items():
+        found[layer] = _cache_shapes(layer, [s for s in states if s.is_cache])
+        found[layer] |= _recurrent_shapes([s for s in states if not s.is_cache])
+        for name, (shape, dtype) in found[layer].items():
+            other = first.setdefault(name, layer)
+            if found[other][name] != (shape, dtype):
+                raise UnsupportedError(
+                    f"layers {other} and {layer} have states of different sizes, {found[other][name][0]} and {shape} in {name}; genai uses "
+                    "one size for all layers. Export with --to onnx."
+                )
+            if 0 in shape:
+                raise UnsupportedError(
+                    f"the states of layer {layer} have no row at this capacity. Export with a larger --capacity-tokens."
+                )
+    return found
+
+
+def _cache_shapes(layer: int, states: Sequence[_Kept]) -> _Shapes:
+    """Keys and values of a softmax layer."""
+    if states and ([s.spec.name for s in states] != list(CACHE) or states[0].shape != states[1].shape):
+        names = ", ".join(f"{s.spec.name} {s.shape}" for s in states)
+        raise UnsupportedError(
+            f"layer {layer} stores {names}; genai stores one key and one value of equal sizes. Export with --to onnx."
+        )
+    return {name: (state.shape, state.dtype) for name, state in zip(CACHE, states, strict=False)}
+
+
+def _recurrent_shapes(states: Sequence[_Kept]) -> _Shapes:
+    """All states of a layer except keys and values: one of a part stays as it is, several are joined."""
+    found: _Shapes = {}
+    whole = len({s.op for s in states}) == 1 < len(states)
+    for part, name in enumerate(RECURRENT if states else ()):
+        own = [s for s in states if s.part == part]
+        if len(own) == 1 and not whole and len(own[0].shape) + 1 <= RANKS[part]:
+            found[name] = own[0].shape, own[0].dtype
+        else:  # without states, 1 number that no node uses
+            size = sum(math.prod(s.shape) for s in own) or int(not own)
+            dtype = own[0].dtype if own else "float32" if part else states[0].dtype
+            found[name] = [1] * (RANKS[part] - 2) + [size], dtype
+    return found
 
 
 def join_states(model: ir.Model) -> int:
@@ -101,18 +185,18 @@ def _states(model: ir.Model) -> list[_State]:
             shape = known_sizes(past)[1:]
             if state.growth is not None:
                 shape[state.growth.axis - 1] = rows_after(state.growth.resolve(values), capacity, capacity)
-            found.append(_State(node, state, past, present, shape))
+            assert past.dtype is not None
+            found.append(_State(node.op_type, state, shape, past.dtype.numpy().name, node, past, present))
     return found
 
 
 class _Joiner:
     def __init__(self, model: ir.Model, layers: dict[int, list[_State]]) -> None:
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.shapes = model, layers, _shapes_of(layers)
         self.graph = model.graph
         self.writer = Writer(self.graph)
         self.inputs: list[ir.Value] = []
         self.outputs: list[ir.Value] = []
-        self.shapes: dict[str, tuple[int, tuple[int, ...], ir.DataType]] = {}  # of genai's tensors: layer, shape, type
         self.functions: dict[tuple[str, str, str], str] = {}
 
     def run(self) -> int:
@@ -121,26 +205,17 @@ class _Joiner:
             [value for value in values if value not in gone] for values in (self.graph.inputs, self.graph.outputs)
         ]
         for layer, states in self.layers.items():
-            self._cache(layer, [s for s in states if _is_cache(s)])
-            self._recurrent(layer, [s for s in states if not _is_cache(s)])
+            for name, state in zip(CACHE, (s for s in states if s.is_cache), strict=False):
+                self._rename(layer, name, state)
+            self._recurrent(layer, [s for s in states if not s.is_cache])
         if not any(str(value.name).endswith(CACHE) for value in self.inputs):
+            layer = min(self.layers)
+            self.shapes[layer] |= dict.fromkeys(CACHE, ([1, 1, 1], "float32"))
             for name in CACHE:
-                self._pass_on(min(self.layers), name, [1, 1, 1], ir.DataType.FLOAT)
+                self._pass_on(layer, name)
         self.graph.inputs[:] = [*remaining[0], *self.inputs]
         self.graph.outputs[:] = [*remaining[1], *self.outputs]
         return len(self.inputs)
-
-    def _cache(self, layer: int, states: list[_State]) -> None:
-        """Keys and values of a softmax layer."""
-        if not states:
-            return
-        if [s.spec.name for s in states] != list(CACHE) or states[0].shape != states[1].shape:
-            names = ", ".join(f"{s.spec.name} {s.shape}" for s in states)
-            raise UnsupportedError(
-                f"layer {layer} stores {names}; genai stores one key and one value of equal sizes. Export with --to onnx."
-            )
-        for name, state in zip(CACHE, states, strict=True):
-            self._rename(layer, name, state)
 
     def _recurrent(self, layer: int, states: list[_State]) -> None:
         """All states of a layer except keys and values."""
@@ -150,14 +225,13 @@ class _Joiner:
             self._join_node(layer, states)
             return
         for part, name in enumerate(RECURRENT):
-            own = [s for s in states if _part(s) == part]
-            if len(own) == 1 and len(own[0].shape) + 1 <= RANKS[part]:
+            own = [s for s in states if s.part == part]
+            if len(own) == 1 and self.shapes[layer][name][0] == own[0].shape:
                 self._rename(layer, name, own[0])
             elif own:
                 self._join_values(layer, part, own)
             else:
-                dtype = ir.DataType.FLOAT if part else _type(states[0])
-                self._pass_on(layer, name, [1] * (RANKS[part] - 1), dtype)
+                self._pass_on(layer, name)
 
     def _join_node(self, layer: int, states: list[_State]) -> None:
         """Replace a node by the joined form of its op."""
@@ -169,11 +243,7 @@ class _Joiner:
 
         node, spec = states[0].node, OPS[states[0].node.op_type]
         shapes = {s.spec.name: s.shape for s in states}
-        pasts = []
-        for part, name in enumerate(RECURRENT):
-            own = [s for s in states if _part(s) == part]
-            size = sum(math.prod(s.shape) for s in own)
-            pasts.append(self._tensor(layer, name, [1] * (RANKS[part] - 2) + [size], _type(own[0])))
+        pasts = [self._tensor(layer, name) for name in RECURRENT]
         joined = ir.node(
             PREFIX + node.op_type,
             [*node.inputs[: len(spec.inputs)], *pasts],
@@ -212,7 +282,7 @@ class _Joiner:
         counts, name = [math.prod(s.shape) for s in states], RECURRENT[part]
         ones = [1] * (RANKS[part] - 2)
         axis = len(ones) + 1
-        whole = self._tensor(layer, name, [*ones, sum(counts)], _type(states[0]))
+        whole = self._tensor(layer, name)
         r, pieces, begin = self.writer, [], 0
         for state, size in zip(states, counts, strict=True):
             r.place, past, present = state.node, state.past.name, state.present.name
@@ -227,19 +297,11 @@ class _Joiner:
             begin += size
         self._give(whole, r.node("Concat", pieces, present_name(layer, name), axis=axis))
 
-    def _tensor(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:
-        """A new input for one of genai's tensors; tensors of one name have equal shapes in all layers."""
-        known = self.shapes.setdefault(name, (layer, tuple(shape), dtype))
-        if known[1:] != (tuple(shape), dtype):
-            raise UnsupportedError(
-                f"layers {known[0]} and {layer} have states of different sizes, {list(known[1])} and {shape} in {name}; genai uses one "
-                "size for all layers."
-            )
-        if 0 in shape:
-            raise UnsupportedError(
-                f"the states of layer {layer} have no row at this capacity. Export with a larger --capacity-tokens."
-            )
-        self.inputs.append(typed(ir.Value(name=past_name(layer, name)), ["batch", *shape], dtype))
+    def _tensor(self, layer: int, name: str) -> ir.Value:
+        """A new input for one of genai's tensors."""
+        shape, dtype = self.shapes[layer][name]
+        value = ir.Value(name=past_name(layer, name))
+        self.inputs.append(typed(value, ["batch", *shape], ir.DataType.from_numpy(np.dtype(dtype))))
         return self.inputs[-1]
 
     def _give(self, past: ir.Value, present: ir.Value) -> None:
@@ -249,14 +311,14 @@ class _Joiner:
         self.outputs.append(typed(present, sizes(past), past.dtype))
 
     def _rename(self, layer: int, name: str, state: _State) -> None:
-        past = self._tensor(layer, name, state.shape, _type(state))
+        past = self._tensor(layer, name)
         state.past.replace_all_uses_with(past)
         self._give(past, state.present)
 
-    def _pass_on(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> None:
+    def _pass_on(self, layer: int, name: str) -> None:
         """Add a tensor that genai needs and no node uses."""
         self.writer.place = None
-        past = self._tensor(layer, name, shape, dtype)
+        past = self._tensor(layer, name)
         self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
 
     def _read_batch_from_tokens(self, past: ir.Value) -> None:
@@ -265,20 +327,3 @@ class _Joiner:
         for node, index in list(past.uses()):
             if is_standard(node, "Shape") and (attribute(node, "start"), attribute(node, "end")) == (0, 1):
                 node.replace_input_with(index, tokens)
-
-
-def _type(state: _State) -> ir.DataType:
-    assert state.past.dtype is not None
-    return state.past.dtype
-
-
-def _part(state: _State) -> int:
-    """Index of genai's tensor for the state."""
-    from still_graphs.functions.joined import part_of
-
-    return part_of(OPS[state.node.op_type], state.spec.name)
-
-
-def _is_cache(state: _State) -> bool:
-    """Whether the state has a row for every position, like genai's own caches."""
-    return state.spec.growth is not None and state.spec.growth.per == 1

@@ -9,7 +9,15 @@ from typing import Any
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.targets.genai.chats import warn_of_chats
-from still_export.targets.genai.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
+from still_export.targets.genai.join_states import (
+    CACHE,
+    RECURRENT,
+    check_states,
+    join_states,
+    joined_states,
+    past_name,
+    present_name,
+)
 from still_export.targets.genai.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_export.targets.ort.target import check as check_ort
 from still_export.targets.ort.target import finish as finish_ort
@@ -17,6 +25,7 @@ from still_export.targets.target import Lowering
 from still_graphs.conditions import bodies
 from still_graphs.later_ir import ir
 from still_graphs.pipelines import Pass, run_passes
+from still_graphs.states import StateTable
 from still_kernels.attention.spec import ATTENTION
 
 GRAPH = "genai.onnx"
@@ -48,13 +57,14 @@ def demand_genai(export_options: ExportOptions, options: Any) -> None:
 
 
 def check_genai(manifest: dict[str, Any], options: Any) -> None:
-    """Raise for types that ONNX Runtime's kernels do not compute, and for caches that genai does not support."""
+    """Raise for types that ONNX Runtime's kernels do not compute, and for caches and states that genai does not support."""
     check_ort(manifest, options)
     if manifest["still"].get("cache") == "int8" and ATTENTION.name in manifest["ops"]:
         raise UnsupportedError(
             "--cache int8: genai stores no scales beside the keys and values of softmax layers, which this model has; "
             "for genai export it with --cache float16."
         )
+    check_states(StateTable.of(manifest))
 
 
 def finish(lowering: Lowering, graph: Any) -> None:

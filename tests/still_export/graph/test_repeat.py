@@ -14,8 +14,7 @@ from still_export.graph.lower import lower_program, portable_graph
 from still_export.graph.repeat import LayersDiffer, only
 from still_export.graph.trace import trace_model
 from still_export.models.load import load_model
-from tests.still_export.linear_models import FAMILIES as LINEAR
-from tests.still_export.linear_models import SELDOM, SIZES, linear_model
+from tests.still_export.expert_models import DEEP, deep_model
 from tests.still_export.tiny import FAMILIES, still_model
 
 TYPES = ("hybrid_attention", "full_attention", *["hybrid_attention"] * 3, "full_attention", "full_attention")
@@ -67,21 +66,10 @@ def test_softmax_families(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in ("lfm2", "bamba") else pytest.mark.long) for f in (*LINEAR, *SELDOM)]
+    "family", [pytest.param(f, marks=() if f in ("lfm2", "bamba") else pytest.mark.long) for f in DEEP]
 )
 def test_linear_families(family: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"num_hidden_layers": 7}
-    if kinds := SIZES.get(family, {}).get("layer_types"):
-        changes["layer_types"] = [kinds[0], kinds[1], *[kinds[0]] * 3, kinds[1], kinds[-1]]
-    if family == "kimi_linear":
-        changes["mlp_layer_types"] = ["dense"] * 7
-    if family == "bamba":
-        changes["attn_layer_indices"] = [1, 5]
-    if family == "rat":
-        changes["num_layers"] = 7
-    if family == "minicpm_sala":
-        changes["mixer_types"] = [("lightning-attn", "minicpm4")[i in (1, 5)] for i in range(7)]
-    linear_model(family, **changes).save_pretrained(tmp_path)
+    deep_model(family).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     check(model, len(set(trace_model(model).alike)))
 

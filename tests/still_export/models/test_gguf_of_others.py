@@ -163,10 +163,10 @@ def test_sampling_settings_are_the_models(keys: dict[str, float], expected: dict
 
 
 @pytest.mark.parametrize(
-    "kind, policy", [("Q8_0", "int8"), ("Q4_0", "int4"), ("NVFP4", None), ("F16", None), ("Q2_K", None)]
+    "kind, policy", [("Q8_0", "int8"), ("Q4_0", "int4"), ("NVFP4", "int8"), ("F16", None), ("Q2_K", "int8")]
 )
 def test_an_export_keeps_the_bits_of_a_file(kind: str, policy: str | None, tmp_path: Path) -> None:
-    """What `run` does with a file; codes that no kernel reads stay floats, and `--quantize none` asks for floats."""
+    """What `run` does with a file; codes that no kernel reads are rounded to 8 bits, and `--quantize none` asks for floats."""
     from still_export.targets.export import plan_job
 
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

@@ -72,7 +72,8 @@ def test_packages_are_verified(name: str, base: Path, tmp_path: Path) -> None:
         assert codes["exact"] == 6 and all("self_attn" in rounded for rounded in codes["rounded"])
     else:
         assert (codes["exact"], len(codes["rounded"])) == ((count, 0) if made.exact else (0, count))
-    bounds = {"int8": (1e-4, 0.02), "int4": (0.01, 0.2)}[made.scheme]
+    eight = made.scheme == "int8" or name == "mixed"  # beside 4 bits, weights of more are not rounded to 4
+    bounds = (1e-4, 0.02) if eight else (0.01, 0.2)
     assert all(bounds[0] < error < bounds[1] for error in codes["rounded"].values())
     if made.block:
         assert package.manifest["quantization"]["block_size"] == made.block

@@ -100,7 +100,8 @@ def test_only_the_portable_package_is_lowered(portable: Package, tmp_path: Path)
 def test_bits_are_chosen_at_export() -> None:
     quantization = {"scheme": "int4", "nodes": "com.microsoft"}
     manifest = {"model": {"dtype": "float16"}, "ops": {}, "quantization": quantization}
-    target_of("genai").check_model({**manifest, "still": {}}, OrtOptions())
+    stored = {"states": [], "capacity": {"capacity_tokens": 64, "bounded": False}}
+    target_of("genai").check_model({**manifest, **stored, "still": {}}, OrtOptions())
     with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx needs dequantized"):
         target_of("trt-rtx").check_model(manifest, RtxOptions())
     for kernels, to in (("plugin", "genai"), ("plugin", "web")):

@@ -14,6 +14,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.trt import package as trt_package
+from tests.still_export.expert_models import DEEP, deep_model
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
 from tests.still_export.models.formulas import add_half, demand_package
@@ -52,6 +53,20 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     nodes = {n.op_type for n in onnx.load(tmp_path / "package/model.onnx", load_external_data=False).graph.node}
     ops = json.loads((tmp_path / "package/manifest.json").read_text())["ops"]
     assert ops and set(ops) <= nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DEEP)
+@torch.no_grad()
+def test_seven_layers_of_which_equal_ones_are_traced_twice(family: str, tmp_path: Path) -> None:
+    deep_model(family).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--all-logits", "--quiet") == 0
+    made, reference = OrtModel(tmp_path / "package", threads=1), load_model(tmp_path / "model")
+    assert made.manifest["model"]["layers"] == len(reference.model.layers) >= 6
+    prompt = torch.randint(3, VOCAB, (1, 5), generator=torch.Generator().manual_seed(2))
+    made.start()
+    expected = reference(prompt, use_cache=False).logits
+    assert (torch.from_numpy(made.feed(prompt.numpy())) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
