@@ -57,7 +57,7 @@ class ExportOptions:
     all_logits: bool = option(False, "Logits of every position, not of the last token.", panel=MODEL)
     overlays: tuple[str, ...] = option(
         (),
-        "Adapter to add: a plain LoRA of PEFT, or what `linearize` trained; repeatable.",
+        "Adapter to add: any LoRA in PEFT's form, or what `linearize` trained; repeatable.",
         flag="--overlay",
         panel=MODEL,
     )

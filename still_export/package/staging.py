@@ -3,9 +3,10 @@
 A folder is written next to its final place as `.NAME.TOKEN.staged` and then renamed in one step. A killed process leaves it; the next
 process that writes into the same parent removes it, unless its writer is alive and has a file in it locked.
 
-Some folders cannot be renamed: mount points, those of a container's lower layers, those in a folder of somebody else. Their content is
-exchanged instead: the new folder is renamed to `.NAME.TOKEN.whole`, the old entries are deleted, the new ones moved. A process that is
-killed then leaves no readable package, and the next one completes the exchange. Symbolic links are followed, not replaced.
+Some folders cannot be renamed: mount points, those of a container's lower layers, those in a folder of somebody else. The working directory
+should not be: its shell would be left in a deleted folder. Their content is exchanged instead: the new folder is renamed to
+`.NAME.TOKEN.whole`, the old entries are deleted, the new ones moved. A process that is killed then leaves no readable package, and the next
+one completes the exchange. Symbolic links are followed, not replaced.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SHORT_WRITE = re.compile(
     r"\d+ requested and \d+ written|problem writing element \d+ to file|unexpected pos \d+ vs \d+|file write failed"
 )
 """What NumPy and PyTorch say of a write that ended early; they drop the system's error."""
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _IMMOVABLE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 """Errors of renaming mount points, folders of lower layers, and folders in a folder of somebody else."""
 
@@ -201,11 +202,12 @@ def _name(path: Path) -> str:
 
 
 def demand_free(target: Path, force: bool) -> None:
-    """Raise PackageError if `target` is a file, or has content and `force` is not given."""
-    if target.exists() and not target.is_dir():
-        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
-    if not force and _entries(target):
-        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+    """Raise PackageError if `target` is a file or no possible name, or has content and `force` is not given."""
+    with _explained(target):
+        if target.exists() and not target.is_dir():
+            raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+        if not force and _entries(target):
+            raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
 
 
 def _entries(folder: Path) -> list[str]:
@@ -226,16 +228,15 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        place = target if target.is_dir() else target.parent
+        place = target if os.path.isdir(target) else target.parent
         if reason := lacks_room(error):
             free = shutil.disk_usage(place).free >> 20 if place.is_dir() else 0
             raise PackageError(
                 f"cannot write {target} ({free} MiB free): {reason}. Nothing was left there. Free space or choose another folder."
             ) from error
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            raise PackageError(
-                f"cannot write {target}: {error.strerror}. Choose a folder that you may write."
-            ) from error
+            why = "a file or a link is in its place" if error.errno == errno.EEXIST else error.strerror
+            raise PackageError(f"cannot write {target}: {why}. Choose a folder that you may write.") from error
         raise
 
 
@@ -263,11 +264,14 @@ def writer_lives(staging: Path) -> bool | None:
 
 
 def _stays(target: Path) -> bool:
-    """Whether `target` is a folder that cannot be renamed, as far as that shows beforehand."""
+    """Whether `target` is a folder that cannot be renamed, as far as that shows beforehand, or that this program was started in."""
     if not target.is_dir():
         return False
     if os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
         return True
+    with contextlib.suppress(FileNotFoundError):  # the working directory itself is deleted
+        if Path.cwd().is_relative_to(target):
+            return True
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -291,3 +291,26 @@ def test_a_mount_point_is_filled_and_replaced(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", target], check=True)
     assert {p.name for p in tmp_path.iterdir()} == {"a place", "volume"}
+
+
+@pytest.mark.parametrize("inside", [".", "sub"])
+def test_the_working_directory_keeps_its_place(tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that is in it, or below, is not left in a deleted folder."""
+    made = make(tmp_path / "here")
+    (made / "sub").mkdir()
+    monkeypatch.chdir(made / inside)
+    before = made.stat().st_ino
+    with staged_folder(Path(os.path.relpath(made)), force=True) as folder:
+        (folder / "file").write_text("new")
+    assert made.stat().st_ino == before and [p.name for p in made.iterdir()] == ["file"]
+    assert (made / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    "name, said", [("n" * 256, "too long"), ("n" * 240, "too long"), ("file/inside", "in its place")]
+)
+def test_an_impossible_place_is_refused_with_its_reason(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PackageError, match=said):
+        make(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
