@@ -86,7 +86,7 @@ def _are_parts(files: Sequence[Path]) -> bool:
 
 def _without_weights(folder: Path) -> CheckpointError:
     """The error for a folder without safetensors, with what to do about the files that it has."""
-    names = [str(p.relative_to(folder)) for depth in ("*", "*/*") for p in sorted(folder.glob(depth))]
+    names = [str(p.relative_to(folder)) for depth in ("*", "*/*", "*/*/*") for p in sorted(folder.glob(depth))]
     if shards := [name for name in names if name.endswith(".distcp")]:
         where = folder / Path(shards[0]).parent
         return CheckpointError(
