@@ -112,10 +112,9 @@ class Case:
         return replace(self, amplified=rows)
 
     def storing(self, other: Case) -> Case:
-        """This case, whose rows may err STORED_TIMES as far as those of another own run."""
+        """This case, whose rows may err STORED_TIMES as far as any row of the output in the same call of another own run."""
         both = zip(self.amplified or self.own, other.own, strict=True)
-        share = np.float32(STORED_TIMES / TIMES)
-        rows = [{n: np.fmax(x, share * more[n]) for n, x in each.items()} for each, more in both]
+        rows = [{n: np.fmax(x, _stored_times(more[n])) for n, x in each.items()} for each, more in both]
         return replace(self, amplified=rows)
 
     def same_experts(self, seen: Sequence[np.ndarray]) -> bool:
@@ -228,6 +227,13 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
 
     total = sum(_each_block(measure, range(0, found.shape[1], size)))
     return found.reshape(2, *rows), total
+
+
+def _stored_times(errors: np.ndarray) -> np.ndarray:
+    """Errors [2, ...] of a call's rows, of which TIMES are allowed, where STORED_TIMES of the largest of `errors` are."""
+    known = np.isfinite(errors)
+    most = np.max(errors, axis=tuple(range(1, errors.ndim)), keepdims=True, initial=0, where=known)
+    return np.asarray(np.where(known, most, np.nan) * (STORED_TIMES / TIMES), np.float32)
 
 
 def _grown(own: np.ndarray, disturbed: np.ndarray) -> np.ndarray:

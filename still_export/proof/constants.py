@@ -19,10 +19,11 @@ OP_TIMES, OP_UNITS = 2.0, 1.0
 DISTURBANCES, OP_MOVED = 8, 8.0
 """Runs of a function body with disturbed inputs, for a kernel beyond its bound, and how many times as far as they move a row it may be off:
 several roundings in a row, and the largest of thousands of rows beside a mean of squares."""
-NEAR_CODE, STORED_DRAWS, STORED_TIMES = 2.0**-17, 4, 4.0
+NEAR_CODE, STORED_DRAWS, STORED_TIMES = 2.0**-17, 4, 2.0
 """Distance from halfway between two numbers of a cache's type, in parts of a row's largest number, within which a runtime in float32 may
 store either: rounding moves a number of a few layers by a millionth. STORED_DRAWS own runs of cases beyond their bounds store each such
-number both ways, half of them at a time. A row may be off STORED_TIMES as far as any of these is: it may read several such numbers."""
+number both ways, half of them at a time. A row may be off STORED_TIMES as far as any of a call's output is in one of them: which numbers a
+row reads that another run stores otherwise, and how many, is chance."""
 FEW_OUTPUTS = 4
 """Such runs are made if one of so many outputs is beyond its bound, or fewer."""
 FLOAT32 = 5e-2

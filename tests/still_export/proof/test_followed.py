@@ -278,7 +278,7 @@ def test_a_disturbance_says_which_rows_amplify(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("cache", ["float16", "int8"])
 def test_numbers_about_halfway_between_two_of_a_caches_type_may_be_stored_either_way(cache: str) -> None:
-    """Keys and values that other own runs store otherwise may err by as much; where all store the same, bounds stay."""
+    """What other own runs store otherwise may err by as much; lengths, and other cases, stay as they are."""
     asked = Asked(None, cache=cache, sizes={"head_dim": 12})
     cases = DrawnOnce(asked.cases)
     cases.draw(range(cases.count))
@@ -288,8 +288,5 @@ def test_numbers_about_halfway_between_two_of_a_caches_type_may_be_stored_either
         assert cases.store_again({cases._drawn[1].name}, draw)
     after = cases.draw(range(cases.count))
     assert [n for n in range(cases.count) if after[n].amplified] == [1]
-    own, more = (rows[0]["present_window_value.0"][0] for rows in (after[1].own, after[1].amplified))
-    known = np.isfinite(own)
-    assert (more[known] >= own[known]).all()
-    moved = more[known] > own[known]
-    assert moved.any() and not moved.all()
+    grown = {name: np.nanmax(more - after[1].own[0][name], initial=0) for name, more in after[1].amplified[0].items()}
+    assert min(grown["present_window_value.0"], grown["logits"]) > 1e-6 and not grown["present_length"]
