@@ -11,6 +11,8 @@ from pydantic import Field, field_validator
 from still_export.errors import CheckpointError, StillExportError
 from still_export.fields import Record, check_record
 from still_export.package.files import begins_another, stand_in
+from still_export.package.refusals import CheckError
+from still_export.package.tokenizer_bounds import check_described
 
 LINKED = (".safetensors", ".json", ".jinja", ".model")
 """Suffixes of files that are read of a model's folder."""
@@ -265,7 +267,11 @@ class Files:
         ):
             if self.has(name) and (instead := stand_in(self.path / name)):
                 raise StandInError(f"{self.path / name} is {instead}.")
-        self.json("tokenizer.json", Tokenizer)
+        described = self.json("tokenizer.json", Tokenizer)
+        try:
+            check_described(described, str(self.path / "tokenizer.json"))
+        except CheckError as error:
+            raise CheckpointError(str(error)) from None
         self.forget("tokenizer.json")
         self.json("tokenizer_config.json", TokenizerConfig)
         for name in ("special_tokens_map.json", "added_tokens.json"):

@@ -159,8 +159,8 @@ def _byte_level(file: Container, vocabulary: _Vocabulary) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     rule = rule_of(file.value("tokenizer.ggml.pre", None), file.path)
-    merges = _pairs(file, file.value("tokenizer.ggml.merges", []))
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    merges = _pairs(file, file.value("tokenizer.ggml.merges", []), ids)
     made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.ignore_merges))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
     if rule.composed:
@@ -178,14 +178,15 @@ def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
             )
 
 
-def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges as (left, right), split at the first space."""
+def _pairs(file: Container, merges: Sequence[str], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Merges as (left, right), split at the first space; the library panics where they make no token."""
     pairs = []
     for merge in merges:
-        left, space, right = str(merge).partition(" ")
-        if not (left and space and right):
+        left, _, right = str(merge).partition(" ")
+        if not all(part in ids for part in (left, right, left + right)):
             raise CheckpointError(
-                f"the tokenizer of {file.path} has the merge {merge!r}, which is not a pair of tokens."
+                f"the tokenizer of {file.path} has the merge {merge!r}, which is not a pair of tokens that make another. The file is "
+                "damaged; fetch it again."
             )
         pairs.append((left, right))
     return pairs

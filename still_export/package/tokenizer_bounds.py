@@ -16,8 +16,8 @@ MOST_GROWTH = 64
 """Most characters that replacements may make of one, and characters before a text; published tokenizers write at most three bytes for a
 blank."""
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_CHARSMAP = re.compile(rb"recompiled|\\u00[4-7]")
-"""Tables of characters, or letters that are written as escapes, which nobody does and which may hide one."""
+_FIELDS = ("precompiled_charsmap", "continuing_subword_prefix", "merges", "vocab")
+"""Fields that are checked before the library reads them."""
 _REPEATED = re.compile(r"\*|\+|\{\d+,\}")
 
 
@@ -26,8 +26,7 @@ def load_tokenizer(path: Path) -> Any:
     from tokenizers import Tokenizer
 
     content = path.read_bytes()
-    if _CHARSMAP.search(content):
-        _check_charsmaps(content, str(path))
+    check_described(_described(content, str(path)), str(path))
     with guarded(f"{path} is no tokenizer that can be read"):
         tokenizer = Tokenizer.from_buffer(content)
     check_tokenizer(tokenizer, str(path))
@@ -45,23 +44,67 @@ def guarded(what: str) -> Iterator[None]:
         raise RunError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
 
 
-def _check_charsmaps(content: bytes, source: str) -> None:
-    """Refuse tables of characters whose sizes are wrong: the library reserves what they name."""
+def _described(content: bytes, source: str) -> Any:
+    """What a file says, as the library reads it; None where the library says why not."""
     try:
-        described = json.loads(content)
+        return json.loads(content, object_pairs_hook=_fields)
+    except _RepeatedError as error:
+        raise CheckError(f"{source}: {error} is there twice. Fetch the tokenizer again.") from None
     except (ValueError, RecursionError):
-        return  # the library says why
+        return None
+
+
+def check_described(described: Any, source: str) -> None:
+    """Refuse what the library does not survive: damaged tables of characters, and merges that make no token."""
     for found in _objects(described):
         text = found.get("precompiled_charsmap")
-        if not isinstance(text, str):
-            continue
-        try:
-            table = base64.b64decode(text, validate=True)
-        except ValueError:
-            table = b""
-        size = int.from_bytes(table[:4], "little")
-        if len(table) < 4 or size % 4 or size > len(table) - 4:
-            raise CheckError(f"{source}: a precompiled_charsmap is damaged. Fetch the tokenizer again.")
+        if isinstance(text, str):
+            _check_charsmap(text, source)
+    model = described.get("model") if isinstance(described, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("merges"), list) and isinstance(model.get("vocab"), dict):
+        prefix = model.get("continuing_subword_prefix")
+        _check_merges(model["merges"], model["vocab"], source, prefix if isinstance(prefix, str) else "")
+
+
+class _RepeatedError(Exception):
+    """A field that is there twice, of which the library may take the other one."""
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        for name in _FIELDS:
+            if names.count(name) > 1:
+                raise _RepeatedError(name)
+    return made
+
+
+def _check_charsmap(text: str, source: str) -> None:
+    """Refuse a table of characters whose size is wrong: the library reserves what it names."""
+    try:
+        table = base64.b64decode(text, validate=True)
+    except ValueError:
+        table = b""
+    size = int.from_bytes(table[:4], "little")
+    if len(table) < 4 or size % 4 or size > len(table) - 4:
+        raise CheckError(f"{source}: a precompiled_charsmap is damaged. Fetch the tokenizer again.")
+
+
+def _check_merges(merges: list[Any], vocabulary: dict[str, Any], source: str, prefix: str) -> None:
+    """Refuse merges whose result is no token.
+
+    The library counts on it, and cuts `prefix` off the right part without looking: it panics, or aborts in the middle of a character.
+    """
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            continue  # the library says why
+        left, right = pair
+        if not right.startswith(prefix) or left + right[len(prefix) :] not in vocabulary:
+            raise CheckError(
+                f"{source}: the merge of {left!r} and {right!r} makes no token. Fetch the tokenizer again."
+            )
 
 
 def check_tokenizer(tokenizer: Any, source: str) -> None:

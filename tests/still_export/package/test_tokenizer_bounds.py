@@ -114,6 +114,29 @@ def test_damaged_tables_of_characters_are_refused_before_the_library_reads_them(
         opened(tmp_path, lambda described: described.update(normalizer=table))
 
 
+@pytest.mark.parametrize("prefix, merge", [
+    ("", ["a", "b" * 99]), ("", "a " + "b" * 99), ("####", ["a", "b"]), ("x", ["a", "\u00e9"]), ("x", ["a", "xc"]),
+])  # fmt: skip
+@pytest.mark.parametrize("twice", ["", "continuing_subword_prefix", "merges"])
+def test_merges_that_make_no_token_are_refused_before_the_library_reads_them(
+    tmp_path: Path, prefix: str, merge: Any, twice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a prefix that ends within a character the library aborts, and with it the process."""
+    monkeypatch.setattr("still_export.package.tokenizer_bounds.guarded", lambda what: pytest.fail("it was read"))
+    words = ["a", "b", "b" * 99, "\u00e9", "xc", "ab"]
+    model = {"vocab": {word: number for number, word in enumerate(words)}, "merges": [merge]}
+    if prefix:
+        model["continuing_subword_prefix"] = prefix
+    model.setdefault(twice or "merges", None)
+    dumps = json.dumps
+    if twice:
+        monkeypatch.setattr(
+            json, "dumps", lambda value: dumps(value).replace(f'"{twice}"', f'"{twice}": null, "{twice}"')
+        )
+    with pytest.raises(RunError, match="is there twice" if twice else "makes no token"):
+        opened(tmp_path, lambda described: described["model"].update(model))
+
+
 def test_repeated_repetitions_by_brute_force() -> None:
     """Of random expressions, those in which nothing repeats a repetition have no star behind a group with one."""
     rng = random.Random(0)
