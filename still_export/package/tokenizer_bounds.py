@@ -108,12 +108,13 @@ def _check_merges(merges: list[Any], vocabulary: dict[str, Any], source: str, pr
 
 
 def check_tokenizer(tokenizer: Any, source: str) -> None:
-    """Check a loaded tokenizer, and switch its padding off: a prompt is never padded.
+    """Check a loaded tokenizer, and switch padding and truncation off: a prompt is read as it is.
 
     Raises:
         CheckError: A text becomes many times longer, or an expression repeats what repeats, which can take for ever.
     """
     tokenizer.no_padding()
+    tokenizer.no_truncation()
     for name in PARTS:
         part = getattr(tokenizer, name)
         if part is None:

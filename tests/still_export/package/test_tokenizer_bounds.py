@@ -64,7 +64,7 @@ def test_texts_that_grow_and_expressions_that_never_end_are_refused(tmp_path: Pa
         opened(tmp_path, lambda described: described.update({part: value}))
 
 
-def test_padding_is_ignored_and_published_parts_are_read(tmp_path: Path) -> None:
+def test_padding_and_truncation_are_ignored_and_published_parts_are_read(tmp_path: Path) -> None:
     plain = opened(tmp_path, lambda described: None).encode("aaa aaa!")
     size = {
         "strategy": {"Fixed": 1 << 31},
@@ -74,6 +74,8 @@ def test_padding_is_ignored_and_published_parts_are_read(tmp_path: Path) -> None
         "pad_type_id": 0,
     }
     assert opened(tmp_path, lambda d: d.update(padding={**size, "pad_token": "a"})).encode("aaa aaa!") == plain
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 1}  # with a stride the library panics
+    assert opened(tmp_path, lambda d: d.update(truncation=cut)).encode("aaa aaa!") == plain
     blanks = normalizers("▁", {"String": " "}, 3)
     assert opened(tmp_path, lambda d: d.update(normalizer=blanks)).encode("aaa")
     with pytest.raises(RunError, match="no tokenizer"):
