@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from still_export.errors import ConfigError, unknown
+from still_export.package.cache import cache_folder
 from still_export.package.files import MANIFEST
 from still_export.package.staging import is_staged, writer_lives
 from still_export.package.trust import home, trusted_list
-from still_export.targets.ort.headers import HEADERS, LIBRARIES, cache_folder
+from still_export.targets.ort.headers import HEADERS, LIBRARIES
 
-PACKAGES, KERNELS = "packages", "kernels"
+PACKAGES, KERNELS, MEASURED = "packages", "kernels", "linearize"
 KINDS = {
     PACKAGES: "exported once from a GGUF file, for run, serve, bench and verify",
     KERNELS: "for CPUs; the next export builds them again",
+    MEASURED: "measurements of base models, for the next linearize",
     "headers": "of ONNX Runtime, and links to its library, for kernels and C++ programs",
     "history": "messages typed in run --chat",
     "trust": "SHA-256 of native code that may be loaded: built here, or by --trust-native",
 }
 """Names that `remove` accepts, with their meaning."""
-_MADE = re.compile(r"(?:.+-)?[0-9a-f]{16}(?:\.lock)?")
+_MADE = re.compile(r"(?:.+-)?[0-9a-f]{16}(?:\.lock)?|[0-9a-f]{32}\.json")
 """Names of folders and locks in the cache. Others are not ours: STILL_CACHE may name a folder with anything in it."""
 
 
@@ -88,7 +90,7 @@ def remove(names: list[str]) -> list[Kept]:
 
 def _paths() -> Iterator[tuple[str, Path]]:
     cache = cache_folder()
-    for kind, name in ((PACKAGES, PACKAGES), (KERNELS, KERNELS), ("headers", LIBRARIES)):
+    for kind, name in ((PACKAGES, PACKAGES), (KERNELS, KERNELS), (MEASURED, MEASURED), ("headers", LIBRARIES)):
         for path in sorted((cache / name).glob("*")) if (cache / name).is_dir() else ():
             if _MADE.fullmatch(path.name) or (is_staged(path.name) and writer_lives(path) is False):
                 yield kind, path

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from still_export.graph.garbage import RARELY
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.installed import MODULE
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
 from tests import durations
 from tests.plugins import builds

@@ -24,11 +24,13 @@ Examples:
 def cache(
     remove: Annotated[
         list[str] | None,
-        typer.Option(help="packages, kernels, headers, history, trust, the name of one package, or all; repeatable."),
+        typer.Option(
+            help="A kind (packages, kernels, linearize, headers, history, trust), the name of one package, or all; repeatable."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what there is, or what was removed, as JSON.")] = False,
 ) -> None:
-    """List what is kept outside the folders that you name (packages of GGUF files, kernels, chat history, trust list), or remove it."""
+    """List what is kept outside the folders that you name, such as packages of GGUF files, kernels and chat history, or remove it."""
     from still_export import disk
 
     chosen = disk.remove(remove) if remove else disk.kept()

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +16,9 @@ from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError
 from still_export.runtime.text import Answer
 
-KEYS = "/help: commands. Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+TAIL, TIMES = 12, 2
+"""Tokens at the end of an answer, and how often they came before, that show a loop."""
 HELP = f"""\
 /help    these commands
 /stats   tokens read and written, speed, tokens in the state
@@ -56,7 +58,7 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
             output.say("forgotten")
         elif found := re.fullmatch(r"/back(?:\s+(\d{1,6}))?", command):
             conversation.back(int(found[1] or 1))
-            output.say(f"{len(conversation.turns)} turns are left")
+            output.say(f"turns left: {len(conversation.turns)}")
         elif command == "/stats":
             output.say(statistics(conversation, last))
         elif command.startswith("/") and " " not in command and "/" not in command[1:]:
@@ -88,14 +90,21 @@ def _ask(
                 if (read("forget them? [Y/n] ") or "n").strip().lower() not in ("", "y", "yes"):
                     return None
             else:
-                output.log(f"[the {full.turns} oldest turns are forgotten: the capacity is used up]")
+                output.log(f"[the capacity is used up; oldest turns forgotten: {full.turns}]")
             conversation.drop(full.turns)
             answer = conversation.ask(message, stream, progress, stopped)
     if answer.ended == "length":
-        output.log(f"[cut at {len(answer.tokens)} tokens, by --tokens]")
+        again = "; it repeats itself: --repetition-penalty 1.2 helps" if repeats(answer.tokens) else ""
+        output.log(f"[cut at {len(answer.tokens)} tokens, by --tokens{again}]")
     elif answer.ended == "interrupted":
         output.log(f"[stopped by Ctrl-C after {len(answer.tokens)} tokens]")
     return answer
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """Whether an answer ends in a loop: its last tokens have come in the same order several times."""
+    last = list(tokens[-TAIL:])
+    return sum(list(tokens[at : at + TAIL]) == last for at in range(len(tokens) - TAIL)) >= TIMES
 
 
 def opening(conversation: Conversation) -> str:
@@ -105,7 +114,7 @@ def opening(conversation: Conversation) -> str:
     name = Path(made_of).name if made_of else runner.manifest["model"]["family"]
     table = runner.table
     room = f"{table.capacity_tokens:,} tokens" if table.bounded else "conversations of any length"
-    return f"{name} ({runner.folder}) has room for {room}.\n{KEYS}"
+    return f"{name} ({runner.folder}) has room for {room}.\n{KEYS}\n/help: commands"
 
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:
@@ -114,7 +123,7 @@ def statistics(conversation: Conversation, last: Answer | None) -> str:
     table = model.table
     size = table.size_bytes(1, model.rows(length)) / 1e6
     bound = f" of {table.capacity_tokens:,}" if table.bounded else ""
-    lines = [f"{length:,}{bound} tokens read in {len(conversation.turns)} turns; their state has {size:.1f} MB"]
+    lines = [f"{length:,}{bound} tokens read, turns: {len(conversation.turns)}, size of the state: {size:.1f} MB"]
     if last is not None:
         lines.append(
             f"last answer: {len(last.tokens)} tokens, the first after {last.first_token_s:.2f} s, "

@@ -34,9 +34,9 @@ def package_of(path: Path, out: Output) -> Path:
     from still_export.folders.gguf_description import quantize_policy
     from still_export.gguf.container import open_gguf
     from still_export.graph.options import ExportOptions
+    from still_export.package.cache import cache_folder
     from still_export.package.folder import open_package
     from still_export.targets.export import export
-    from still_export.targets.ort.headers import cache_folder
 
     # Links stay: their targets in Hugging Face's cache have neither suffix nor neighbouring parts.
     path = Path(os.path.abspath(path))

@@ -26,6 +26,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import LinearizationRun
 from still_export.mixers.cache import state_table
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
+from still_export.package.cache import cache_folder
 from still_export.package.staging import write_whole
 
 PLAN_FILE = "plan.json"
@@ -211,7 +212,7 @@ class Planner:
         what = [run.base_weights, run.context, str(run.still.to_dict()), run.recipe.seed]
         code = Path(harms.__file__).read_bytes()
         what += [hashlib.sha256(part).hexdigest() for part in (run.corpus.train.tobytes(), code)]
-        path = kept_folder() / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
+        path = cache_folder() / "linearize" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
         try:
             known = Harms.read(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
@@ -328,12 +329,6 @@ class Planner:
 def softmax_of(chosen: Mapping[int, int], chunk: int) -> list[int]:
     """Layers whose whole chunks are salient."""
     return sorted(layer for layer, salient in chosen.items() if salient >= chunk)
-
-
-def kept_folder() -> Path:
-    """Where measurements of bases are kept for later calls."""
-    named, own = os.environ.get("STILL_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return (Path(named) if named else (Path(own) if own else Path.home() / ".cache") / "still-export") / "linearize"
 
 
 def worst(student: Measured, base: Measured) -> float:

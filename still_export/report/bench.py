@@ -28,8 +28,8 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
     """
     series = {"still-export": content["rows"], **({"the other": content["beside"]} if content["beside"] else {})}
     last = content["rows"][-1] if content["rows"] else None
-    threads = content["threads"] or "the runtime's choice of"
-    where = f"{content['runtime']}, {content['provider']}, {threads} threads, batch {content['batch']}"
+    threads = content["threads"] or "the runtime's choice"
+    where = f"{content['runtime']}, {content['provider']}, threads: {threads}, batch {content['batch']}"
     rows = [
         [
             name,

@@ -20,7 +20,7 @@ import pytest
 import typer.main
 
 from still_export.cli import main as cli
-from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.package.cache import CACHE_VARIABLE
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name, outputs
 from tests.docs.stand_ins import CONTEXT, SHORT_CONTEXT, make_decoder, make_stand_ins
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.headers import CACHE_VARIABLE, fetch_headers, find_onnxruntime_headers
+from still_export.package.cache import CACHE_VARIABLE
+from still_export.targets.ort.headers import fetch_headers, find_onnxruntime_headers
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, SOURCE, PluginBuildError, run_cmake
 
 ROOT = Path(__file__).resolve().parents[2]

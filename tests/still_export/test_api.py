@@ -347,12 +347,12 @@ def test_talking(
     )
     talk(conversation(model), Output(quiet=False), "drop")
     said = capsys.readouterr()
-    assert "0 turns are left" in said.err and "Known: /help, /stats, /back" in said.err
+    assert "turns left: 0" in said.err and "Known: /help, /stats, /back" in said.err
     assert "/reset   forget" in said.err and "/nothing is no command" in said.err and "forgotten" in said.err
     assert (
-        "tokens read in 1 turns" in said.err and "ended by --tokens" in said.err and "0 of 400 tokens read" in said.err
+        "tokens read, turns: 1," in said.err and "ended by --tokens" in said.err and "0 of 400 tokens read" in said.err
     )
-    assert "oldest turns are forgotten" in said.err and len(said.out.splitlines()) >= 13
+    assert "oldest turns forgotten: " in said.err and len(said.out.splitlines()) >= 13
     assert next(lines) == "never read"
     for when_full in ("ask", "stop"):  # without a terminal no line answers a question
         lines = iter([TEXT * 3] * 8)

@@ -9,7 +9,7 @@ import pytest
 
 from still_export import doctor
 from still_export.cli.main import main
-from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.package.cache import CACHE_VARIABLE
 
 HERE = {
     "onnx": "1.23",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.targets.trt.plugins import oldest_glibc
 from still_export.version import __version__
 from tests.test_imports import ROOT

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from still_export.extras import demand
-from still_export.package.trust import home
+from still_export.package.cache import CACHE_VARIABLE, cache_folder
 from still_export.targets.trt.plugins import PluginBuildError
 
 HEADER = "onnxruntime_c_api.h"
@@ -20,7 +20,6 @@ USUAL_INCLUDES = tuple(
     for root in ("/usr", "/usr/local", "/opt/onnxruntime")
     for tail in ("/onnxruntime", "", "/onnxruntime/core/session")
 )
-CACHE_VARIABLE = "STILL_CACHE"
 NAME = "libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"
 """Debian's package, 85 KB, MIT licence; the headers are equal on all architectures."""
 URL = f"http://deb.debian.org/debian/pool/main/o/onnxruntime/{NAME}"
@@ -28,13 +27,6 @@ SHA256 = "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"
 TIMEOUT_S = 60
 HEADERS, LIBRARIES = "onnxruntime-include", "onnxruntime-lib"
 """Folders of the cache."""
-
-
-def cache_folder() -> Path:
-    """Folder for headers and libraries: STILL_CACHE, or still-export's folder in the user's cache. It may be deleted at any time."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "still-export"
 
 
 def make_cache(folder: Path) -> Path:

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from still_export.package.cache import cache_folder
 from still_export.package.files import sha256
 from still_export.package.installed import KERNELS, installed_kernels
-from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers, make_cache
+from still_export.targets.ort.headers import fetch_headers, find_onnxruntime_headers, make_cache
 from still_export.targets.trt.plugins import (
     CPUS,
     OP_FOLDERS,

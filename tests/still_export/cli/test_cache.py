@@ -25,6 +25,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"mixed/packages/.other-0123456789abcdef.0123456789ab.staged/{ALIVE}": "",
         "mixed/packages/notes/mine.txt": "mine",
         "mixed/kernels/x86_64-0123456789abcdef/libstill_onnxruntime.so": "library",
+        "mixed/linearize/0123456789abcdef0123456789abcdef.json": "{}",
+        "mixed/linearize/notes.json": "mine",
         "mixed/onnxruntime-include/onnxruntime_c_api.h": "header",
         "mixed/kernels.txt": "mine",
         "state/still-export/chat-history": "+hello",
@@ -45,7 +47,15 @@ def test_what_is_kept_is_listed_and_removed(home: Path, capsys: pytest.CaptureFi
         fcntl.flock(alive, fcntl.LOCK_EX)  # another export is running
         assert call("cache", "--json") == 0
         listed = json.loads(capsys.readouterr().out)["kept"]
-        assert [row["kind"] for row in listed] == ["packages", "packages", "kernels", "headers", "history", "trust"]
+        assert [row["kind"] for row in listed] == [
+            "packages",
+            "packages",
+            "kernels",
+            "linearize",
+            "headers",
+            "history",
+            "trust",
+        ]
         assert listed[1]["made_of"] == "/of/lfm.gguf" and listed[1]["size_bytes"] > 300_000
         assert call("cache") == 0
         said = capsys.readouterr().out
@@ -55,7 +65,7 @@ def test_what_is_kept_is_listed_and_removed(home: Path, capsys: pytest.CaptureFi
         gone = before - files(home)
         assert {name.split("/")[-1] for name in gone} == {"manifest.json", "model.onnx.data", "chat-history"}
         assert call("cache", "--remove", "all") == 0
-        mine = {"mixed/packages/notes/mine.txt", "mixed/kernels.txt"}
+        mine = {"mixed/packages/notes/mine.txt", "mixed/linearize/notes.json", "mixed/kernels.txt"}
         assert files(home) == {*mine, f"mixed/packages/.other-0123456789abcdef.0123456789ab.staged/{ALIVE}"}
         assert not (home / "state/still-export").exists() and not (home / "mixed/kernels").exists()
         capsys.readouterr()

@@ -135,6 +135,12 @@ def test_a_talk_opens_with_the_model_and_marks_a_cut_answer(
     assert opening(talked).startswith("llama (made) has room for conversations of any length.")
 
 
+def test_an_answer_that_ends_in_a_loop_is_found() -> None:
+    plain, loop = list(range(100)), [*range(9), 3] * 9
+    assert not chat.repeats([]) and not chat.repeats(plain) and not chat.repeats([*plain[-12:], *plain])
+    assert chat.repeats([*plain, *loop]) and chat.repeats([7] * 40) and not chat.repeats([*loop, *plain])
+
+
 def test_what_takes_long_says_so_at_once() -> None:
     """In a terminal: a spinner while a package is opened, a bar before the first phase of a proof is told."""
     console = Console(file=io.StringIO(), force_terminal=True)

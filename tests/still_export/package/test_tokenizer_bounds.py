@@ -74,7 +74,12 @@ def test_padding_and_truncation_are_ignored_and_published_parts_are_read(tmp_pat
         "pad_type_id": 0,
     }
     assert opened(tmp_path, lambda d: d.update(padding={**size, "pad_token": "a"})).encode("aaa aaa!") == plain
-    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 1}  # with a stride the library panics
+    cut = {
+        "direction": "Right",
+        "max_length": 1,
+        "strategy": "LongestFirst",
+        "stride": 1,
+    }  # with a stride the library panics
     assert opened(tmp_path, lambda d: d.update(truncation=cut)).encode("aaa aaa!") == plain
     blanks = normalizers("▁", {"String": " "}, 3)
     assert opened(tmp_path, lambda d: d.update(normalizer=blanks)).encode("aaa")

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from still_export.cli.main import main
 from still_export.errors import PackageError
+from still_export.package.cache import cache_folder
 from still_export.package.external import check_loops, external_files
 from still_export.package.files import check_name, sha256
 from still_export.package.folder import open_package
@@ -27,7 +28,7 @@ from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime.ort import OrtModel, RunError
 from still_export.runtime.ort_session import native_library
 from still_export.targets.lower import lower
-from still_export.targets.ort.headers import cache_folder, make_cache
+from still_export.targets.ort.headers import make_cache
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.attack.forks import DOTS
 from tests.still_export.conftest import Exporter

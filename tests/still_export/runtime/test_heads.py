@@ -19,13 +19,13 @@ from still_export.errors import CheckpointError
 from still_export.graph.options import ExportOptions
 from still_export.models.ahead import AheadMixin
 from still_export.models.load import open_source
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.files import HEAD
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.head_models import LAYERS, Published, published, right_by_construction
 from tests.still_export.serving.test_guesses import Always

@@ -12,6 +12,7 @@ import pytest
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.loading.language_model import LanguageModel
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.files import FOLD
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime import ort
@@ -19,7 +20,6 @@ from still_export.runtime.base import Runner
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.options import RtxOptions
 from still_graphs.states import ANY, StateTable

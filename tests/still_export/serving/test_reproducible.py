@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from still_export.graph.options import ExportOptions
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefix_folder import open_prefixes
@@ -21,7 +22,6 @@ from still_export.runtime.text import Text
 from still_export.serving.requests import Request
 from still_export.serving.scheduler import Scheduler
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.expert_models import expert_model, published_sizes
 from tests.still_export.linear_models import PUBLISHED, linear_model

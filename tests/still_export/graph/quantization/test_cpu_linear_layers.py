@@ -23,11 +23,11 @@ from still_export.mixers.roles import EMBEDDING, HEAD
 from still_export.models.read.source import find_source
 from still_export.models.read.super_blocks import SuperBlocks
 from still_export.models.read.weights import Deferred, value_of
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.registry import target_of
 from tests.still_export.conftest import Exporter

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.headers import CACHE_VARIABLE, find_onnxruntime_headers
+from still_export.package.cache import CACHE_VARIABLE
+from still_export.targets.ort.headers import find_onnxruntime_headers
 from still_export.targets.ort.library import build_library
 from still_export.targets.trt.plugins import PluginBuildError
 

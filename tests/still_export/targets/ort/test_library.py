@@ -13,9 +13,10 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.trust import trusts
 from still_export.targets.ort import headers, library
-from still_export.targets.ort.headers import CACHE_VARIABLE, HEADER, fetch_headers, find_onnxruntime_headers
+from still_export.targets.ort.headers import HEADER, fetch_headers, find_onnxruntime_headers
 from still_export.targets.ort.library import LIBRARY, build_library, cached_library, find_library, this_cpu
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.plugins import PluginBuildError

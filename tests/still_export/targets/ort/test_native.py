@@ -21,6 +21,7 @@ from onnxruntime import OrtValue, SessionOptions, get_available_providers
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.package.cache import CACHE_VARIABLE
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import CheckError
 from still_export.proof import kernels
@@ -30,7 +31,6 @@ from still_export.runtime.ort_session import native_library, open_session
 from still_export.runtime.ort_states import Values
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.ort.library import LIBRARY
 from still_export.targets.ort.options import OrtOptions
