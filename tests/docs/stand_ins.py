@@ -16,7 +16,7 @@ from tests.still_export.training import byte_tokenizer, make_base, make_text
 
 CONTEXT = 1200
 """Tokens of the models' context: enough for the shortest length that the commands of the guide measure."""
-SHORT_CONTEXT = 200
+SHORT_CONTEXT = 400
 """Where no command names a length, as in README: rows of training are as long as the context."""
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"

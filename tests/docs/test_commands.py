@@ -169,9 +169,10 @@ def run_here(command: str) -> None:
 
 
 def shape(line: str) -> str:
-    """A line but for its numbers, blanks, and which state is nearest to its bound, which differ from model to model and from machine to
-    machine."""
-    line = re.sub(r"\b[a-z]+_[a-z]+\.\d", "a state", line)
+    """A line but for its numbers, blanks, what is nearest to its bound, and whether the machine is busy, which differ from model to model
+    and from machine to machine."""
+    line = re.sub(r"(?<=nearest to its bound: ).* is (?=[\d.e-]+ off)", "a state is ", line)
+    line = re.sub(r"BUSY MACHINE: (.* meanwhile)\..*", r"\1", line)
     return " ".join(re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", line).split())
 
 
