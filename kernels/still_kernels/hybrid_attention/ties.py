@@ -59,17 +59,23 @@ class SelectionTies:
         self.scope, self.layers = select_scope, {str(layer): each for layer, each in layers.items()}
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """Compare the salient caches of two runtimes, chunk by chunk for each head."""
-        found = overruled(lead for layer, lead in leads.items() if layer >= 0)
+        """Compare the salient caches of two runtimes, chunk by chunk for each head. A sequence is compared no more in layers above one that
+        chose otherwise at a near tie: they read other numbers."""
+        found, turned = overruled(lead for layer, lead in leads.items() if layer >= 0), np.zeros(0)
         for (expected, actual), errors in self._with_own(pairs, own):
-            for layer in self._layers(expected):
+            for layer in sorted(self._layers(expected), key=int):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
-                found.compared += int(
-                    self.layers[layer].by_chunk(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum()
-                )
-                found.near_ties += int((differs & (lead <= 1)).sum())
-                found.wrong += int((differs & (lead > 1)).sum())
-                found.widest = max(found.widest, float(lead.max(where=differs & np.isfinite(lead), initial=0)))
+                turned = (
+                    turned if turned.size else np.full(len(differs), np.inf)
+                )  # the lowest layer that did, by sequence
+                alike = (turned >= int(layer))[:, None, None]
+                there = self.layers[layer].by_chunk(np.asarray(np.abs(expected[KEY + layer]).any(-1)))
+                near, wrong = differs & alike & (lead <= 1), differs & alike & (lead > 1)
+                found.compared += int((there & alike).sum())
+                found.near_ties += int(near.sum())
+                found.wrong += int(wrong.sum())
+                found.widest = max(found.widest, float(lead.max(where=(near | wrong) & np.isfinite(lead), initial=0)))
+                turned = np.where(near.any((1, 2)), np.minimum(turned, int(layer)), turned)
         return found
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:

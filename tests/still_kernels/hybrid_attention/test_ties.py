@@ -43,6 +43,28 @@ def test_sequences_with_a_turned_tie_are_named_and_no_others() -> None:
     assert turned[1].tolist() == [True, False]  # the second sequence's differs without a tie
 
 
+def test_what_a_layer_above_a_turned_tie_selects_is_not_compared() -> None:
+    """In the same call and in later ones, of the same sequence alone."""
+    ties = SelectionTies("q_head", {2: Selected(8, SALIENT, HEADS), 1: Selected(8, SALIENT, HEADS)})
+    expected = caches(0) | {name.replace(".1", ".2"): x for name, x in caches(2).items()}
+    first, second = ({name: value + 1e-3 for name, value in expected.items()} for _ in range(2))
+    second["present_salient_key.1"][0, 2, 2:4] += 3.0
+    for layer, sequence in ((2, 0), (2, 1)):
+        second[f"present_salient_key.{layer}"][sequence, 0, 7] += 3.0
+    lead = np.full((BATCH, HEADS, CHUNKS), 20.0)
+    leads = {1: lead.copy(), 2: lead}
+    leads[1][0, 2, 1] = 0.5
+    calls = [
+        (expected, first),
+        (expected, second),
+        (expected, {**second, "present_salient_key.1": first["present_salient_key.1"]}),
+    ]
+    found = ties.compare(calls, leads)
+    a_layer = HEADS * CHUNKS
+    assert (found.near_ties, found.wrong) == (1, 2)  # the second sequence's, in two calls
+    assert found.compared == len(calls) * 2 * BATCH * a_layer - 2 * a_layer
+
+
 def test_a_token_that_pytorch_errs_at_is_no_other_one() -> None:
     """Where PyTorch's own run is 0.1 off in a slot's key, a target that is 1 off holds the same token; where it is not, another."""
     expected = caches(0)
